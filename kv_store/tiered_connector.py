@@ -14,6 +14,7 @@ from common.engine.kv_connector import (
     BlockTransfer,
     ConnectorFacts,
     Fences,
+    SplitConnector,
     TransferResult,
     WorkerConnector,
 )
@@ -62,6 +63,10 @@ class TieredWorkerConnector:
             raise _named_below_store(error) from error
         facts = self._direct.register_kv_cache(kv_cache, fingerprint, layout, on_settled, fences, rank)
         return replace(facts, keeps_blocks=kept.keeps_blocks, wants_offloads=kept.wants_offloads)
+
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=self._direct, per_engine=self._tiers)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""

@@ -58,6 +58,7 @@ class BlockTransfer:
     is_for_tier: bool = False  # no other pod waits for it
     fence: Fence = 0
     num_last: int = 1  # blocks at the end that hold `num_tokens_in_last` tokens, each of another KV group
+    slots: tuple[int, ...] = ()  # of a rank: where its engine's ranks put these blocks together, see SlotConnector
 
     def num_tokens_in(self, index: int, block_size: int) -> int:
         """Tokens in the block of this index."""
@@ -149,8 +150,18 @@ class WorkerConnector(Connector, Protocol):
         `layout` is that of the engine.
         Opens the medium; raises ConfigError that names the setting if that is impossible."""
 
+    def split(self) -> SplitConnector:
+        """The parts of it for an engine of several ranks, which uses these instead."""
+
     def close(self) -> None:
         """Settles or abandons all jobs and releases the medium. Idempotent; safe after a partial start."""
+
+
+class SplitConnector(NamedTuple):
+    """The parts of a connector in an engine of several ranks."""
+
+    per_rank: WorkerConnector | None  # moves KV heads: each rank has one
+    per_engine: WorkerConnector | None  # moves whole blocks: one for all ranks, over slots, see StagedConnector
 
 
 class OpenConnector(NamedTuple):

@@ -38,7 +38,14 @@ from msgspec import Meta
 
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.parts import encode_address
-from common.engine.kv_connector import NO_FENCES, BlockTransfer, ConnectorFacts, Fences, TransferResult
+from common.engine.kv_connector import (
+    NO_FENCES,
+    BlockTransfer,
+    ConnectorFacts,
+    Fences,
+    SplitConnector,
+    TransferResult,
+)
 from common.errors import (
     BlockCorruptError,
     StoreError,
@@ -128,6 +135,10 @@ class NixlWorkerConnector:
             max_write_s=self._options.timeout_s,
             part_blocks=max(1, _PART_BYTES // block.payload_bytes),
         )
+
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=self, per_engine=None)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""

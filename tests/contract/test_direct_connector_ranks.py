@@ -3,63 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
-from common.engine.contract.layout import KVLayout
 from common.engine.contract.parts import decode_addresses, encode_address
-from common.engine.executor.ranked_connector import join_ranks
-from common.engine.kv_connector import ConnectorFacts, OpenConnector
+from common.engine.kv_connector import WorkerConnector
 from common.types import hash_prompt, root_hash
 from kv_store.registry import create_connector
 from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, create_kv_cache
 from tests.contract.direct_rig import DirectRig
+from tests.contract.ranked_rig import RankedConnectors, whole_blocks
 
 HASHES = hash_prompt(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE, root_hash())
 NUM_HEADS = 2  # of the caches that `create_kv_cache` makes
-
-
-class RankedWorkers:
-    """Workers of as many ranks, as one whose KV cache has all heads."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._workers = [create_connector("nixl", {"timeout_s": DEADLINE_S}) for _ in range(num_ranks)]
-        self.parts: list[torch.Tensor] = []  # of the KV cache, by rank
-
-    def register_kv_cache(
-        self, kv_cache: torch.Tensor, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]
-    ) -> ConnectorFacts:
-        layout = replace(layout, tensor_parallel_size=len(self._workers))
-        self.parts = [kv_cache[:, :, :, heads].contiguous() for heads in layout.heads_by_rank]
-        joined = join_ranks(
-            [
-                OpenConnector(worker, worker.register_kv_cache(part, fingerprint, layout, on_settled, rank=rank))
-                for rank, (worker, part) in enumerate(zip(self._workers, self.parts, strict=True))
-            ]
-        )
-        for name in ("start_load", "start_save", "cancel", "poll"):
-            setattr(self, name, getattr(joined.connector, name))
-        return joined.facts
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
 
 
 class RankedRig(DirectRig):
     """A DirectRig over several ranks."""
 
     def bits(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Those of all heads; ranks that have the same head agree."""
-        parts = [part.view(torch.int32) for part in self.connector.parts]
-        copies = max(1, len(parts) // NUM_HEADS)
-        assert all(
-            torch.equal(part[block_ids], parts[rank // copies * copies][block_ids]) for rank, part in enumerate(parts)
-        )
-        whole = torch.cat(parts[::copies], dim=3)
-        return [whole[block_id].numpy().tobytes() for block_id in block_ids]
+        return whole_blocks(self.connector.parts, NUM_HEADS, block_ids)
+
+
+def create() -> WorkerConnector:
+    return create_connector("nixl", {"timeout_s": DEADLINE_S})
 
 
 @pytest.fixture
@@ -68,7 +36,7 @@ def engine() -> Iterator[Callable[..., RankedRig]]:
     rigs: list[RankedRig] = []
 
     def make(seed: int, num_ranks: int = NUM_HEADS) -> RankedRig:
-        rigs.append(RankedRig(RankedWorkers(num_ranks), create_kv_cache(seed=seed)))
+        rigs.append(RankedRig(RankedConnectors(create, num_ranks), create_kv_cache(seed=seed)))
         return rigs[-1]
 
     yield make
@@ -117,7 +85,7 @@ def test_digests_for_engines_of_another_degree_count_for_nothing(engine, of_prod
 def test_a_rank_that_is_gone_costs_the_transfer(engine):
     producer, consumer = engine(1, 1), engine(2, 2)
     assert producer.save([1], HASHES[:1], consumer.address, [5]).error == ""
-    consumer.connector._workers[1].close()
+    consumer.connector.workers[1].close()
     assert producer.save([1], HASHES[:1], consumer.address, [5]).error == "store_failed"
     successor = engine(3, 2)
     assert producer.save([1], HASHES[:1], successor.address, [5]).error == ""

@@ -40,6 +40,7 @@ from common.engine.executor.fake_worker import (
     token_of,
 )
 from common.engine.executor.ranked_connector import join_ranks
+from common.engine.executor.staged_connector import StagedStore
 from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import (
     NO_FENCES,
@@ -47,11 +48,14 @@ from common.engine.kv_connector import (
     ConnectorFacts,
     Fences,
     OpenConnector,
+    SplitConnector,
     TransferResult,
+    WorkerConnector,
 )
 from common.engine.phases import Phase, PhaseClock
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
+from common.engine.worker.slots import SlotConnector
 from common.types import BlockHash, PromptPositions, SamplingParams
 
 _NUM_DRAFTS = 3
@@ -87,13 +91,10 @@ def expected_tokens(
 
 class MemoryConnector:
     """A WorkerConnector over a dict, which several executors may share. Every job settles within its start call.
-    `is_tier`: it keeps blocks, and wants all. `rank`: whose parts of the blocks it moves."""
+    `is_tier`: it keeps blocks, and wants all."""
 
-    def __init__(
-        self, store: dict[BlockHash, torch.Tensor] | None = None, *, is_tier: bool = False, rank: int = 0
-    ) -> None:
+    def __init__(self, store: dict[BlockHash, torch.Tensor] | None = None, *, is_tier: bool = False) -> None:
         self._is_tier = is_tier
-        self._suffix = b"rank %d" % rank if rank else b""  # of the keys of its parts
         self.store: dict[BlockHash, torch.Tensor] = {} if store is None else store
         self._kv_cache: torch.Tensor = torch.empty(0)
         self._on_settled: Callable[[], None] = lambda: None
@@ -113,13 +114,13 @@ class MemoryConnector:
         self._on_settled = on_settled
         return ConnectorFacts(keeps_blocks=self._is_tier, wants_offloads=self._is_tier)
 
-    def of_rank(self, rank: int) -> MemoryConnector:
-        """One for the parts of blocks of another rank, over the same dict."""
-        return MemoryConnector(self.store, is_tier=self._is_tier, rank=rank)
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=None, per_engine=self)
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
         """Count the leading blocks that the store has."""
-        present = [key in self.store for key in self._keys(transfer)]
+        present = [key in self.store for key in transfer.block_hashes]
         num_leading = [*present, False].index(False)
         self._settled.append(TransferResult(transfer.job_id, num_leading, found=tuple(present)))
         self._on_settled()
@@ -127,7 +128,7 @@ class MemoryConnector:
     def start_load(self, transfer: BlockTransfer) -> None:
         """Copy blocks in up to the first that the store lacks."""
         num_ok = 0
-        for block_id, key in zip(transfer.block_ids, self._keys(transfer), strict=True):
+        for block_id, key in zip(transfer.block_ids, transfer.block_hashes, strict=True):
             if key not in self.store:
                 break
             self._kv_cache[block_id].copy_(self.store[key])
@@ -136,7 +137,7 @@ class MemoryConnector:
 
     def start_save(self, transfer: BlockTransfer) -> None:
         """Copy blocks out."""
-        for block_id, key in zip(transfer.block_ids, self._keys(transfer), strict=True):
+        for block_id, key in zip(transfer.block_ids, transfer.block_hashes, strict=True):
             self.store[key] = self._kv_cache[block_id].cpu().clone()
         self._settle(transfer, len(transfer.block_ids))
 
@@ -150,11 +151,6 @@ class MemoryConnector:
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def _keys(self, transfer: BlockTransfer) -> Sequence[BlockHash]:
-        if not self._suffix:
-            return transfer.block_hashes
-        return [BlockHash(block_hash + self._suffix) for block_hash in transfer.block_hashes]
 
     def _settle(self, transfer: BlockTransfer, num_ok: int) -> None:
         error = "" if num_ok == len(transfer.block_hashes) else "block_missing"
@@ -203,9 +199,9 @@ class DirectMemoryConnector:
         self._open[self._address] = _OpenCache(kv_cache, layout)
         return ConnectorFacts(is_direct=True, address=encode_address(self._address))
 
-    def of_rank(self, rank: int) -> DirectMemoryConnector:
-        """One for the parts of blocks of another rank."""
-        return DirectMemoryConnector()
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=self, per_engine=None)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """Compare blocks up to the first that differs."""
@@ -269,10 +265,10 @@ def _digest(block: torch.Tensor, head: int, num_heads: int) -> bytes:
 
 class FakeExecutor:
     """Executor of a model that does not exist. `vocab_size` is below 2**24. Sampling parameters other than
-    `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Of several
-    ranks, all but the first have connectors like `connector`, and all get steps and transfers encoded. Executors of one
-    `num_kv_heads` (default: one for each rank) hand over to each other, whatever their ranks. `drafts`: steps verify
-    what a FakeProposer proposes; not for executors that run ahead."""
+    `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Several ranks
+    get steps and transfers encoded; `connectors_of_others`: of all ranks but the first, unless `connector` is a store
+    or a DirectMemoryConnector. Executors of one `num_kv_heads` (default: one for each rank) hand over to each other,
+    whatever their ranks. `drafts`: steps verify what a FakeProposer proposes; not for executors that run ahead."""
 
     def __init__(
         self,
@@ -282,7 +278,8 @@ class FakeExecutor:
         vocab_size: int = 512,
         max_model_len: int = 4096,
         eos_token_ids: frozenset[int] = frozenset(),
-        connector: MemoryConnector | DirectMemoryConnector | None = None,
+        connector: WorkerConnector | None = None,
+        connectors_of_others: Sequence[WorkerConnector] = (),
         step_s: float = 0.0,
         runs_ahead: bool = False,
         groups: Sequence[KVGroupSpec] = ONE_GROUP,
@@ -306,8 +303,10 @@ class FakeExecutor:
             dtype="float32",
             position_dims=position_dims,
         )
-        first = connector or MemoryConnector()
-        self._connectors = [first, *(first.of_rank(rank) for rank in range(1, num_ranks))]
+        self._staged: StagedStore | None = None
+        self._connectors: list[WorkerConnector] = [connector or MemoryConnector()]
+        if num_ranks > 1:
+            self._split(self._connectors[0], connectors_of_others)
         self._workers: list[Worker] = [
             FakeWorker(self._facts, rank, each, self._proposer(drafts)) for rank, each in enumerate(self._connectors)
         ]
@@ -319,6 +318,19 @@ class FakeExecutor:
         self.num_failed_recordings = 0  # for tests to set
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
         self.closed = False
+
+    def _split(self, connector: WorkerConnector, of_others: Sequence[WorkerConnector]) -> None:
+        """Gives each rank its part of the connector."""
+        num_others = self._facts.layout.tensor_parallel_size - 1
+        direct, whole = connector.split()
+        of_ranks: list[WorkerConnector | None] = [direct, *(each.split().per_rank for each in of_others)]
+        if not of_others:
+            of_ranks += [None if direct is None else DirectMemoryConnector() for _ in range(num_others)]
+        if whole is not None:
+            self._staged = StagedStore(whole)
+            self._connectors = [SlotConnector(self._staged.path, each) for each in of_ranks]
+        else:
+            self._connectors = [each for each in of_ranks if each is not None]
 
     def _proposer(self, drafts: Accuracy | None) -> Proposer | None:
         if drafts is None:
@@ -349,8 +361,11 @@ class FakeExecutor:
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:
         """Always there."""
-        layout = self._facts.layout
-        return join_ranks([worker.open_connector(FAKE_FINGERPRINT, layout, on_settled) for worker in self._workers])
+        layout, staged = self._facts.layout, self._staged
+        if staged is not None:
+            staged.allocate(layout)
+        ranks = join_ranks([worker.open_connector(FAKE_FINGERPRINT, layout, on_settled) for worker in self._workers])
+        return ranks if staged is None else staged.open(ranks, FAKE_FINGERPRINT, layout, on_settled)
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
         """See Executor."""
@@ -372,6 +387,8 @@ class FakeExecutor:
         """Release the connectors."""
         for connector in self._connectors:
             connector.close()
+        if self._staged is not None:
+            self._staged.close()
         self.closed = True
 
 
