@@ -59,6 +59,7 @@ def probe_nixl() -> dict[str, Any]:
 
     from kv_store.nixl.address import Region
     from kv_store.nixl.agent import Agent, load_nixl
+    from kv_store.nixl.heads import Cut
 
     bindings = load_nixl()
     memories = [np.full(BLOCK_BYTES, value, dtype=np.uint8) for value in (7, 0)]
@@ -68,8 +69,9 @@ def probe_nixl() -> dict[str, Any]:
     ]
     producer, consumer = (Agent(bindings, region) for region in regions)
     producer.add_peer(consumer.name, consumer.metadata)
-    own, others = producer.prepare_blocks(regions[0]), producer.prepare_blocks(regions[1], consumer.name)
-    transfer = producer.write(own, [0], others, [0])
+    whole = Cut(0, BLOCK_BYTES, BLOCK_BYTES, num_runs=1)
+    own, others = producer.prepare_blocks(regions[0], whole), producer.prepare_blocks(regions[1], whole, consumer.name)
+    transfer = producer.write(own, [0], others, [0], whole.num_runs)
     for _ in range(_ATTEMPTS):
         if producer.is_done(transfer):
             break

@@ -31,13 +31,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from common.engine.contract.layout import KVLayout, map_layouts
-from common.engine.kv_connector import NO_FENCES, BlockTransfer, ConnectorFacts, Fences, TransferResult
+from common.engine.contract.layout import KVLayout
+from common.engine.kv_connector import (
+    NO_FENCES,
+    BlockTransfer,
+    ConnectorFacts,
+    Fences,
+    SplitConnector,
+    TransferResult,
+)
 from common.errors import (
     BlockCorruptError,
     BlockMissingError,
-    ConfigError,
-    IncompatiblePeerError,
     StoreError,
     StoreUnavailableError,
     TransferCancelledError,
@@ -173,14 +178,12 @@ class StoreWorkerConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
-        stored = layout.of_store
-        try:
-            map_layouts(layout, stored)
-        except IncompatiblePeerError as error:
-            raise ConfigError(f"a store keeps whole blocks: {error.message}", param=error.param) from error
-        self._format = BlockFormat(fingerprint, layout_of(kv_cache), stored.digest)
+        if layout != layout.of_store:
+            raise ValueError("a store keeps whole blocks: of several ranks, one has the connector, over slots")
+        self._format = BlockFormat(fingerprint, layout_of(kv_cache), layout.digest)
         self._store.open(self._format.namespace, self._format.frame_bytes)
         self._kv_cache = kv_cache
         self._on_settled = on_settled
@@ -190,6 +193,10 @@ class StoreWorkerConnector:
         for index, staging in enumerate(stagings):
             self._start_thread(str(index), partial(self._run_batches, staging))
         return ConnectorFacts(keeps_blocks=True, wants_offloads=self._options.wants_offloads)
+
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=None, per_engine=self)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""

@@ -14,6 +14,7 @@ from common.engine.kv_connector import (
     BlockTransfer,
     ConnectorFacts,
     Fences,
+    SplitConnector,
     TransferResult,
     WorkerConnector,
 )
@@ -53,14 +54,19 @@ class TieredWorkerConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector. The tiers first, as they fail faster if they cannot be used."""
         try:
-            kept = self._tiers.register_kv_cache(kv_cache, fingerprint, layout, on_settled, fences)
+            kept = self._tiers.register_kv_cache(kv_cache, fingerprint, layout, on_settled, fences, rank)
         except ConfigError as error:
             raise _named_below_store(error) from error
-        facts = self._direct.register_kv_cache(kv_cache, fingerprint, layout, on_settled, fences)
+        facts = self._direct.register_kv_cache(kv_cache, fingerprint, layout, on_settled, fences, rank)
         return replace(facts, keeps_blocks=kept.keeps_blocks, wants_offloads=kept.wants_offloads)
+
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=self._direct, per_engine=self._tiers)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""

@@ -241,6 +241,7 @@ class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     factory: str
     name: str
     options: dict[str, str | int | float | bool] = {}
+    slots_path: str = ""  # of a rank: set by its executor if the connector moves whole blocks, see SlotConnector
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

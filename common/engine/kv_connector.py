@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Destination:
     """Where a direct connector saves to: blocks that a consumer has reserved."""
 
-    address: bytes  # of the consumer's connector, see ConnectorFacts
+    address: bytes  # of the connectors of all the consumer's ranks, see ConnectorFacts
     block_ids: tuple[int, ...]  # in the consumer's KV cache, one for each block of the transfer
 
 
@@ -54,10 +54,11 @@ class BlockTransfer:
     block_hashes: tuple[BlockHash, ...]
     num_tokens_in_last: int  # tokens in the last blocks; all they can hold if they are full
     destination: Destination | None = None  # saves of a direct connector only
-    digests: tuple[bytes, ...] = ()  # loads of a direct connector only: the producer's digest of each block
+    digests: tuple[bytes, ...] = ()  # loads of a direct connector only: the producer's, of each block, see PartDigest
     is_for_tier: bool = False  # no other pod waits for it
     fence: Fence = 0
     num_last: int = 1  # blocks at the end that hold `num_tokens_in_last` tokens, each of another KV group
+    slots: tuple[int, ...] = ()  # of a rank: where its engine's ranks put these blocks together, see SlotConnector
 
     def num_tokens_in(self, index: int, block_size: int) -> int:
         """Tokens in the block of this index."""
@@ -71,7 +72,7 @@ class TransferResult:
     job_id: int
     num_blocks_ok: int  # leading blocks moved and verified; of a lookup: that a load would find
     error: str = ""  # reason label (TransferError.reason) if not all were
-    digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved
+    digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved, see PartDigest
     found: tuple[bool, ...] = ()  # lookups only: which of the blocks a load would find
 
 
@@ -82,7 +83,7 @@ class ConnectorFacts:
     is_direct: bool = False
     max_write_s: float = 0.0  # direct: most seconds from the beginning of a write to its end
     part_blocks: int | None = None  # direct: most blocks of a save, so that a consumer checks one as the next goes on
-    address: bytes = b""  # direct: for a producer's connector, to write into this KV cache; opaque otherwise
+    address: bytes = b""  # direct: for a producer's connectors, to write into this KV cache, see encode_address
     keeps_blocks: bool = False  # lookups find what was saved before
     wants_offloads: bool = False  # keeps_blocks, and every full block should be saved, not only those of handoffs
 
@@ -142,14 +143,25 @@ class WorkerConnector(Connector, Protocol):
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
-        """Called once, before anything else. `kv_cache` is
+        """Called once, before anything else. `kv_cache` is that of `rank`,
         [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab;
         `layout` is that of the engine.
         Opens the medium; raises ConfigError that names the setting if that is impossible."""
 
+    def split(self) -> SplitConnector:
+        """The parts of it for an engine of several ranks, which uses these instead."""
+
     def close(self) -> None:
         """Settles or abandons all jobs and releases the medium. Idempotent; safe after a partial start."""
+
+
+class SplitConnector(NamedTuple):
+    """The parts of a connector in an engine of several ranks."""
+
+    per_rank: WorkerConnector | None  # moves KV heads: each rank has one
+    per_engine: WorkerConnector | None  # moves whole blocks: one for all ranks, over slots, see StagedConnector
 
 
 class OpenConnector(NamedTuple):

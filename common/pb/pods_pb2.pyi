@@ -545,7 +545,7 @@ class KVLayout(_message.Message):
     block_size: _builtins.int
     """Tokens per KV block."""
     tensor_parallel_size: _builtins.int
-    """Ranks, each of which has an equal part of the KV heads."""
+    """Ranks, each of which has an equal part of the KV heads, or one of them."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """Layers that share a block table, with the heads of the whole model."""

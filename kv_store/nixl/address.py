@@ -1,4 +1,5 @@
-"""The address of a consumer's KV cache, for producers that write into it: the bytes in ConnectorFacts.address.
+"""The address of a consumer's KV cache, for producers that write into it: in ConnectorFacts.address there is one of
+each rank.
 
 The bytes come from another pod, and NIXL parses the agent's metadata in C++, so everything is checked first: a digest
 of it all, then types and ranges, then that our blocks map onto the peer's.
@@ -7,16 +8,19 @@ of it all, then types and ranges, then that our blocks map onto the peer's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
-from common.engine.contract.layout import KVLayout, map_layouts
+from common.engine.contract.layout import KVLayout, MappedPart, map_layouts
+from common.engine.contract.parts import decode_addresses
 from common.errors import IncompatiblePeerError, TransferError
+from kv_store.nixl.heads import Cut, SlabShape
 
-ADDRESS_VERSION = 2
+ADDRESS_VERSION = 3
 _DIGEST_BYTES = 16
 
 MemoryType = Literal["DRAM", "VRAM"]
@@ -34,12 +38,12 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class NixlAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The address of a KV cache."""
+    """The address of the KV cache of one rank."""
 
     agent_name: Annotated[str, Meta(min_length=1, max_length=64)]  # unique per agent, so also per process start
     metadata: Annotated[bytes, Meta(max_length=1 << 20)]  # the agent's, opaque
     fingerprint: bytes  # of the model
-    layout: KVLayout
+    layout: KVLayout  # of all ranks
     region: Region
     version: int = ADDRESS_VERSION
 
@@ -71,17 +75,64 @@ def decode_address(encoded: bytes) -> NixlAddress:
     return address
 
 
-def check_fits(address: NixlAddress, fingerprint: bytes, layout: KVLayout, block_bytes: int) -> None:
-    """Raises IncompatibleAddressError unless our blocks fit the peer's."""
-    if address.fingerprint != fingerprint:
-        raise IncompatibleAddressError("the peer serves another model", param="fingerprint")
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank has of each block."""
+
+    fingerprint: bytes  # of the model
+    layout: KVLayout
+    rank: int
+    slab: SlabShape
+
+
+class Route(NamedTuple):
+    """The way of a part of each block: from our rank to one of the peer's."""
+
+    part: MappedPart
+    address: NixlAddress
+    source: Cut
+    target: Cut
+
+
+def routes_to(encoded: bytes, own: Shard) -> list[Route]:
+    """The ways of all parts that our rank sends to the ranks with these addresses; none if others send what we have.
+    Raises IncompatibleAddressError unless our blocks fit the peer's."""
+    addresses = [decode_address(each) for each in decode_addresses(encoded)]
+    if not addresses:
+        raise IncompatibleAddressError("the peer's address is not one of a nixl connector", param="address")
+    layout = addresses[0].layout
     try:
-        map_layouts(layout, address.layout)
+        parts = map_layouts(own.layout, layout)
+        heads = layout.heads_by_rank
     except IncompatiblePeerError as error:
         raise IncompatibleAddressError(error.message, param=error.param) from error
-    if address.region.block_bytes != block_bytes:
+    if len(addresses) != len(heads):
+        problem = f"the peer has {len(heads)} ranks, but {len(addresses)} addresses"
+        raise IncompatibleAddressError(problem, param="address")
+    slabs = [replace(own.slab, num_heads=len(each)) for each in heads]
+    for address, slab in zip(addresses, slabs, strict=True):
+        _check_fits(address, own.fingerprint, layout, slab)
+    return [
+        _route(part, addresses[part.consumer_rank], own.slab, slabs[part.consumer_rank])
+        for part in parts
+        if part.producer_rank == own.rank
+    ]
+
+
+def _route(part: MappedPart, address: NixlAddress, own: SlabShape, peer: SlabShape) -> Route:
+    is_whole = part.num_heads == own.num_heads == peer.num_heads
+    source = own.cut(part.producer_head, part.num_heads, is_whole=is_whole)
+    return Route(part, address, source, peer.cut(part.consumer_head, part.num_heads, is_whole=is_whole))
+
+
+def _check_fits(address: NixlAddress, fingerprint: bytes, layout: KVLayout, slab: SlabShape) -> None:
+    if address.fingerprint != fingerprint:
+        raise IncompatibleAddressError("the peer serves another model", param="fingerprint")
+    if address.layout != layout:
+        raise IncompatibleAddressError("the peer's ranks differ in their layouts", param="layout")
+    if address.region.block_bytes != slab.num_bytes:
         raise IncompatibleAddressError(
-            f"the peer's blocks have {address.region.block_bytes} bytes, not {block_bytes}", param="block_bytes"
+            f"the peer's blocks have {address.region.block_bytes} bytes, not {slab.num_bytes}", param="block_bytes"
         )
 
 

@@ -14,14 +14,16 @@ from contextlib import contextmanager, suppress
 from typing import Any, NewType
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import ConfigError, StoreError
 from kv_store.nixl.address import Region
+from kv_store.nixl.heads import Cut
 from kv_store.nixl.installed import not_usable
 
 logger = logging.getLogger(__name__)
 
-BlockList = NewType("BlockList", int)  # NIXL's handle of a prepared descriptor list, one descriptor per block
+BlockList = NewType("BlockList", int)  # NIXL's handle of a prepared descriptor list, see prepare_blocks
 Handle = NewType("Handle", int)  # NIXL's handle of a transfer
 
 _BACKEND = "UCX"
@@ -84,11 +86,11 @@ class Agent:
         with suppress(*self._errors):  # it is gone already
             self._agent.invalidateRemoteMD(name)
 
-    def prepare_blocks(self, region: Region, peer: str | None = None) -> BlockList:
-        """Prepares all blocks of this agent's region or of a peer's. Raises StoreError, also if the peer has not
-        registered them."""
-        size = region.block_bytes
-        strided = np.array([[region.base, size, region.device_id, size, region.num_blocks]], dtype=np.uint64)
+    def prepare_blocks(self, region: Region, cut: Cut, peer: str | None = None) -> BlockList:
+        """Prepares a part of all blocks of this agent's region or of a peer's, one descriptor for each of its runs.
+        Raises StoreError, also if the peer has not registered them."""
+        base, num_runs = region.base + cut.first_byte, region.num_blocks * cut.num_runs
+        strided = np.array([[base, cut.run_bytes, region.device_id, cut.stride_bytes, num_runs]], dtype=np.uint64)
         with self._mapped("prepare"):
             owner = self._nixl.NIXL_INIT_AGENT if peer is None else peer
             return BlockList(self._agent.prepXferDlist(owner, self._memories[region.memory], strided))
@@ -98,17 +100,19 @@ class Agent:
         with suppress(*self._errors):
             self._agent.releasedDlistH(blocks)
 
-    def write(self, own: BlockList, own_ids: Sequence[int], to: BlockList, to_ids: Sequence[int]) -> Handle:
-        """Starts to write blocks; runs of adjacent ones become one descriptor. Raises StoreError, after which nothing
-        is in flight."""
+    def write(
+        self, own: BlockList, own_ids: Sequence[int], to: BlockList, to_ids: Sequence[int], num_runs: int
+    ) -> Handle:
+        """Starts to write blocks of `num_runs` descriptors each; runs of adjacent ones become one descriptor. Raises
+        StoreError, after which nothing is in flight."""
         with self._mapped("prepare"):
             handle = Handle(
                 self._agent.makeXferReq(
                     self._nixl.NIXL_WRITE,
                     own,
-                    np.array(own_ids, dtype=np.int32),
+                    _descriptors(own_ids, num_runs),
                     to,
-                    np.array(to_ids, dtype=np.int32),
+                    _descriptors(to_ids, num_runs),
                 )
             )
         try:
@@ -148,3 +152,10 @@ class Agent:
             yield
         except self._errors as error:
             raise StoreError(f"nixl could not {step}: {error}") from error
+
+
+def _descriptors(block_ids: Sequence[int], num_runs: int) -> npt.NDArray[np.int32]:
+    """The indices of the blocks' descriptors in a BlockList."""
+    runs: npt.NDArray[np.int32] = np.arange(num_runs, dtype=np.int32)
+    descriptors: npt.NDArray[np.int32] = np.add.outer(np.array(block_ids, dtype=np.int32) * num_runs, runs)
+    return descriptors.reshape(-1)

@@ -4,9 +4,10 @@ The life of a save:
 
 1. `start_save` queues it. From then on its deadline runs; until step 3 it can be cancelled at once.
 2. The saving thread checks the destination's address and waits for the compute stream.
-3. It posts one write for all blocks. Over shared memory that moves the bytes, over a network it only starts to; either
-   way another thread computes the blocks' digests meanwhile.
-4. It settles when NIXL reports that the write is complete and the digests are there, or that the write has failed. A
+3. It posts one write for all blocks, or for each part of them that goes to another of the consumer's ranks. Over shared
+   memory that moves the bytes, over a network it only starts to; either way another thread computes the blocks' digests
+   meanwhile.
+4. It settles when NIXL reports that all writes are over, and the digests are there unless one has failed. A
    cancelled one also waits for the write, since only the end of the sending agent stops it (see
    `kv_store.nixl.sender`).
 5. A write that is still in flight at its deadline ends the sending agent, and with it all other writes: it settles as
@@ -26,7 +27,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,15 @@ import msgspec
 from msgspec import Meta
 
 from common.engine.contract.layout import KVLayout
-from common.engine.kv_connector import NO_FENCES, BlockTransfer, ConnectorFacts, Fences, TransferResult
+from common.engine.contract.parts import encode_address
+from common.engine.kv_connector import (
+    NO_FENCES,
+    BlockTransfer,
+    ConnectorFacts,
+    Fences,
+    SplitConnector,
+    TransferResult,
+)
 from common.errors import (
     BlockCorruptError,
     StoreError,
@@ -44,9 +53,10 @@ from common.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from kv_store.nixl.address import NixlAddress, Region, check_block_ids, check_fits, decode_address
+from kv_store.nixl.address import NixlAddress, Region, Route, Shard, check_block_ids, routes_to
 from kv_store.nixl.agent import Agent, load_nixl
-from kv_store.nixl.digests import Digester, SlabReader, create_slab_reader, digests_of
+from kv_store.nixl.digests import Digester, SlabReader, create_slab_reader, verified
+from kv_store.nixl.heads import SlabShape
 from kv_store.nixl.jobs import Job, JobTable
 from kv_store.nixl.sender import NixlTransfer, Sender
 from kv_store.staging import layout_of
@@ -93,9 +103,11 @@ class NixlWorkerConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
         block = layout_of(kv_cache)
+        shard = Shard(fingerprint, layout, rank, SlabShape.of(block))
         region = Region(
             memory="DRAM" if kv_cache.is_cpu else "VRAM",
             device_id=kv_cache.device.index or 0,
@@ -106,9 +118,9 @@ class NixlWorkerConnector:
         self._agent = Agent(self._nixl, region)
         self._jobs = JobTable(on_settled)
         self._kv_cache, self._fences = kv_cache, fences
-        sending = _Sending(self._jobs, Sender(self._nixl, region), region, fingerprint, layout)
+        sending = _Sending(self._jobs, Sender(self._nixl, region), region, shard)
         self._start_thread("saves", lambda: sending.run(self._saves, kv_cache))
-        verifying = _Verifying(self._jobs, region, layout.block_size)
+        verifying = _Verifying(self._jobs, region, shard)
         self._start_thread("loads", lambda: verifying.run(self._loads, kv_cache))
         address = NixlAddress(
             agent_name=self._agent.name,
@@ -119,10 +131,14 @@ class NixlWorkerConnector:
         )
         return ConnectorFacts(
             is_direct=True,
-            address=address.encode(),
+            address=encode_address(address.encode()),
             max_write_s=self._options.timeout_s,
             part_blocks=max(1, _PART_BYTES // block.payload_bytes),
         )
+
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=self, per_engine=None)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See WorkerConnector."""
@@ -179,27 +195,26 @@ class _Posted:
     """A write in flight."""
 
     job: Job
-    transfer: NixlTransfer
+    transfers: list[NixlTransfer]  # that have not ended, one for each part
     digests: Future[tuple[bytes, ...]]
-    is_written: bool = False
+    error: StoreError | None = None  # of the first that failed
 
 
 class _Sending:
     """The work of the saving thread."""
 
-    def __init__(self, jobs: JobTable, sender: Sender, region: Region, fingerprint: bytes, layout: KVLayout) -> None:
+    def __init__(self, jobs: JobTable, sender: Sender, region: Region, shard: Shard) -> None:
         self._jobs = jobs
         self._sender = sender
         self._region = region
-        self._fingerprint = fingerprint
-        self._layout = layout
+        self._shard = shard
         self._queued: deque[Job] = deque()
         self._posted: list[_Posted] = []
 
     def run(self, inbox: _Inbox, kv_cache: torch.Tensor) -> None:
         """Serves the inbox until it is closed. Blocks while there is nothing to do, and polls what is in flight at
         growing intervals."""
-        self._digester = Digester(kv_cache, self._layout.block_size)
+        self._digester = Digester(kv_cache, self._shard.layout.block_size, self._shard.slab)
         last_event = time.monotonic()
         while True:
             pause_s = min(max(_MIN_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - last_event)), _MAX_PAUSE_S)
@@ -226,10 +241,9 @@ class _Sending:
 
     def _post(self, job: Job) -> None:
         try:
-            address, to_ids = self._checked(job.transfer)
+            routes, to_ids = self._checked(job.transfer)
             if to_ids:
-                digests = self._digester.start(job.transfer)
-                self._posted.append(_Posted(job, self._sender.post(address, job.transfer.block_ids, to_ids), digests))
+                self._post_parts(job, routes, to_ids)
             else:
                 self._jobs.settle(job)
         except TransferError as error:
@@ -238,18 +252,32 @@ class _Sending:
             logger.exception("a save failed")
             self._fail(job, TransferError(str(error)))
 
-    def _checked(self, transfer: BlockTransfer) -> tuple[NixlAddress, tuple[int, ...]]:
-        """Returns the checked destination. Raises TransferError."""
+    def _post_parts(self, job: Job, routes: Sequence[Route], to_ids: Sequence[int]) -> None:
+        """Posts a write for each part. After one that cannot be posted, the job waits for those before it."""
+        posted = _Posted(job, [], self._digester.start(job.transfer, [route.part for route in routes]))
+        block_ids = job.transfer.block_ids
+        try:
+            for route in routes:
+                transfer = self._sender.post(route.address, route.source, block_ids, route.target, to_ids)
+                posted.transfers.append(transfer)
+        except StoreError as error:
+            if not posted.transfers:
+                raise
+            posted.error = error
+        self._posted.append(posted)
+
+    def _checked(self, transfer: BlockTransfer) -> tuple[list[Route], tuple[int, ...]]:
+        """Returns the checked ways of the parts, and blocks of the destination. Raises TransferError."""
         if transfer.destination is None:
             raise TransferError("connector nixl cannot save without a destination", param="destination")
-        address = decode_address(transfer.destination.address)
-        check_fits(address, self._fingerprint, self._layout, self._region.block_bytes)
+        routes = routes_to(transfer.destination.address, self._shard)
         to_ids = transfer.destination.block_ids
         if len(to_ids) != len(transfer.block_ids):
             raise TransferError(f"{len(transfer.block_ids)} blocks for {len(to_ids)}", param="block_ids")
         check_block_ids(self._region, transfer.block_ids)
-        check_block_ids(address.region, to_ids)
-        return address, to_ids
+        for route in routes:
+            check_block_ids(route.address.region, to_ids)
+        return routes, to_ids
 
     def _reap(self) -> bool:
         """Settles writes that have ended. True: there was one."""
@@ -262,20 +290,25 @@ class _Sending:
 
     def _is_over(self, posted: _Posted) -> bool:
         job = posted.job
-        try:
-            posted.is_written = posted.is_written or self._sender.is_done(posted.transfer)
-        except StoreError as error:
-            self._fail(job, error)
-            return True
-        if not posted.is_written:
+        posted.transfers = [transfer for transfer in posted.transfers if not self._has_ended(posted, transfer)]
+        if posted.transfers:
             return False
-        if job.is_unwanted:
+        if posted.error is not None:
+            self._fail(job, posted.error)
+        elif job.is_unwanted:
             self._jobs.settle(job, TransferCancelledError.reason)
         elif posted.digests.done():
             self._settle_written(job, posted.digests)
         else:
             return False
         return True
+
+    def _has_ended(self, posted: _Posted, transfer: NixlTransfer) -> bool:
+        try:
+            return self._sender.is_done(transfer)
+        except StoreError as error:
+            posted.error = posted.error or error
+            return True
 
     def _settle_written(self, job: Job, pending: Future[tuple[bytes, ...]]) -> None:
         try:
@@ -311,10 +344,10 @@ class _Sending:
 class _Verifying:
     """The work of the verifying thread."""
 
-    def __init__(self, jobs: JobTable, region: Region, block_size: int) -> None:
+    def __init__(self, jobs: JobTable, region: Region, shard: Shard) -> None:
         self._jobs = jobs
         self._region = region
-        self._block_size = block_size
+        self._shard = shard
 
     def run(self, inbox: _Inbox, kv_cache: torch.Tensor) -> None:
         """Serve the inbox until it is closed."""
@@ -335,11 +368,12 @@ class _Verifying:
         if len(transfer.digests) != len(transfer.block_ids):
             raise TransferError(f"{len(transfer.digests)} digests for {len(transfer.block_ids)} blocks")
         num_ok = 0
-        for found, wanted in zip(digests_of(transfer, reader, self._block_size), transfer.digests, strict=True):
+        shard = self._shard
+        for is_right in verified(transfer, reader, shard.layout.block_size, shard.slab, shard.rank):
             if job.is_settled:
                 return
-            if found != wanted or job.is_overdue:
-                reason = BlockCorruptError.reason if found != wanted else TransferTimeoutError.reason
+            if not is_right or job.is_overdue:
+                reason = TransferTimeoutError.reason if is_right else BlockCorruptError.reason
                 logger.warning("load of request %s stopped at block %d: %s", transfer.request_id, num_ok, reason)
                 self._jobs.settle(job, reason, num_ok)
                 return

@@ -1,7 +1,8 @@
 """Digests of blocks in place: the producer computes them of what it sends, the consumer of what has arrived.
 
-A digest covers the slab's bytes and binds the block's hash and its number of tokens, so that another block's bytes, or
-a block that was never written, are noticed as well. It is XXH3-128, which detects accidental damage (one of 2^128
+A block has a digest for each part that goes to another of the consumer's ranks (`common.engine.contract.parts`). It
+covers the part's bytes and binds the block's hash and its number of tokens, so that another block's bytes, or a block
+that was never written, are noticed as well. It is XXH3-128, which detects accidental damage (one of 2^128
 random contents has the digest of another) but is no defence against a malicious producer. It is as fast as a plain read
 of memory, so that no shorter checksum would be faster: both took 16 GB/s from memory and over 50 from a cache, on one
 core.
@@ -18,10 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import xxhash
 
+from common.engine.contract.parts import PartDigest, digests_of_rank, encode_digests
 from kv_store.block_format import HEADER_BYTES
+from kv_store.nixl.heads import SlabShape
 from kv_store.staging import Staging, create_staging
 
 if TYPE_CHECKING:
+    from common.engine.contract.layout import MappedPart
     from common.engine.kv_connector import BlockTransfer
     from common.types import BlockHash
     from kv_store.base import Buffer
@@ -30,7 +34,7 @@ _STAGING_BYTES = 8 << 20
 
 
 def block_digest(slab: Buffer, block_hash: BlockHash, num_tokens: int) -> bytes:
-    """Returns the digest, 16 bytes, of a slab as the contents of this block."""
+    """Returns the digest, 16 bytes, of a slab, or a part of it, as the contents of this block."""
     return xxhash.xxh3_128_digest(block_hash + num_tokens.to_bytes(4, "little") + xxhash.xxh3_128_digest(slab))
 
 
@@ -76,27 +80,57 @@ class StagedSlabReader:
                 yield frame[HEADER_BYTES:]
 
 
-def digests_of(transfer: BlockTransfer, reader: SlabReader, block_size: int) -> Iterator[bytes]:
-    """Yields the digest of each block of the transfer."""
-    for index, slab in enumerate(reader.slabs(transfer.block_ids)):
-        yield block_digest(slab, transfer.block_hashes[index], transfer.num_tokens_in(index, block_size))
+def digests_of(
+    transfer: BlockTransfer, reader: SlabReader, block_size: int, slab: SlabShape, parts: Sequence[MappedPart]
+) -> Iterator[bytes]:
+    """Yields the digests of these parts of each block of the transfer."""
+    for index, (block_hash, block) in enumerate(
+        zip(transfer.block_hashes, reader.slabs(transfer.block_ids), strict=True)
+    ):
+        num_tokens = transfer.num_tokens_in(index, block_size)
+        yield encode_digests(
+            PartDigest(
+                part.consumer_rank,
+                part.consumer_head,
+                part.num_heads,
+                block_digest(slab.heads(block, part.producer_head, part.num_heads), block_hash, num_tokens),
+            )
+            for part in parts
+        )
+
+
+def verified(
+    transfer: BlockTransfer, reader: SlabReader, block_size: int, slab: SlabShape, rank: int
+) -> Iterator[bool]:
+    """Yields whether each block of the transfer is what the producer's digests say, as far as it is this rank's."""
+    for index, (block_hash, encoded, block) in enumerate(
+        zip(transfer.block_hashes, transfer.digests, reader.slabs(transfer.block_ids), strict=True)
+    ):
+        num_tokens = transfer.num_tokens_in(index, block_size)
+        parts = digests_of_rank(encoded, rank, slab.num_heads)
+        yield bool(parts) and all(
+            block_digest(slab.heads(block, part.head, part.num_heads), block_hash, num_tokens) == part.digest
+            for part in parts
+        )
 
 
 class Digester:
     """Computes digests on a thread of its own."""
 
-    def __init__(self, kv_cache: torch.Tensor, block_size: int) -> None:
+    def __init__(self, kv_cache: torch.Tensor, block_size: int, slab: SlabShape) -> None:
         self._block_size = block_size
+        self._slab = slab
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl-digests")
         self._reader = self._pool.submit(create_slab_reader, kv_cache)  # the first task of the only thread
 
-    def start(self, transfer: BlockTransfer) -> Future[tuple[bytes, ...]]:
-        """Starts to compute the digests of all blocks, which must not change until the result is there."""
-        return self._pool.submit(self._take, transfer)
+    def start(self, transfer: BlockTransfer, parts: Sequence[MappedPart]) -> Future[tuple[bytes, ...]]:
+        """Starts to compute the digests of these parts of all blocks, which must not change until the result is
+        there."""
+        return self._pool.submit(self._take, transfer, parts)
 
     def close(self) -> None:
         """Stops the thread; afterwards the KV cache is no longer read."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _take(self, transfer: BlockTransfer) -> tuple[bytes, ...]:
-        return tuple(digests_of(transfer, self._reader.result(), self._block_size))
+    def _take(self, transfer: BlockTransfer, parts: Sequence[MappedPart]) -> tuple[bytes, ...]:
+        return tuple(digests_of(transfer, self._reader.result(), self._block_size, self._slab, parts))

@@ -17,6 +17,7 @@ from typing import Any
 from common.errors import StoreError
 from kv_store.nixl.address import NixlAddress, Region
 from kv_store.nixl.agent import Agent, BlockList, Handle
+from kv_store.nixl.heads import Cut
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +26,16 @@ MAX_PEERS = 256
 
 
 class _Peer:
-    def __init__(self, name: str, blocks: BlockList) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.blocks = blocks
+        self.blocks: dict[Cut, BlockList] = {}
         self.num_under_way = 0
         self.is_broken = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NixlTransfer:
-    """A transfer of blocks to a peer."""
+    """A transfer of a part of blocks to a peer."""
 
     handle: Handle
     peer: _Peer
@@ -48,15 +49,20 @@ class Sender:
         self._region = region
         self._max_peers = max_peers
         self._agent: Agent | None = None
-        self._own_blocks: BlockList | None = None
+        self._own_blocks: dict[Cut, BlockList] = {}
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
 
-    def post(self, address: NixlAddress, block_ids: Sequence[int], to_ids: Sequence[int]) -> NixlTransfer:
-        """Starts to write. Raises StoreError, after which nothing is in flight."""
-        agent, own_blocks = self._opened()
-        peer = self._peer(agent, address)
+    def post(
+        self, address: NixlAddress, source: Cut, block_ids: Sequence[int], target: Cut, to_ids: Sequence[int]
+    ) -> NixlTransfer:
+        """Starts to write a part of these blocks. Raises StoreError, after which nothing is in flight."""
+        agent = self._opened()
+        if source not in self._own_blocks:
+            self._own_blocks[source] = agent.prepare_blocks(self._region, source)
+        peer = self._peer(agent, address, target)
         try:
-            handle = agent.write(own_blocks, block_ids, peer.blocks, to_ids)
+            own_blocks, blocks = self._own_blocks[source], peer.blocks[target]
+            handle = agent.write(own_blocks, block_ids, blocks, to_ids, source.num_runs)
         except StoreError:
             self._break(agent, peer)
             raise
@@ -66,7 +72,7 @@ class Sender:
     def is_done(self, transfer: NixlTransfer) -> bool:
         """True once all is written; False while it is in flight. Raises StoreError if it failed. Must not be called
         again after True or an error."""
-        agent, _ = self._opened()
+        agent = self._opened()
         try:
             if not agent.is_done(transfer.handle):
                 return False
@@ -81,35 +87,34 @@ class Sender:
         """Stops all transfers, whose handles are invalid afterwards. Peers are reconnected at the next write.
         Idempotent."""
         agent, self._agent = self._agent, None
-        self._own_blocks = None
+        self._own_blocks.clear()
         self._peers.clear()
         if agent is not None:
             agent.close()
 
-    def _opened(self) -> tuple[Agent, BlockList]:
+    def _opened(self) -> Agent:
         if self._agent is None:
             self._agent = Agent(self._bindings, self._region)
-        if self._own_blocks is None:
-            self._own_blocks = self._agent.prepare_blocks(self._region)
-        return self._agent, self._own_blocks
+        return self._agent
 
-    def _peer(self, agent: Agent, address: NixlAddress) -> _Peer:
+    def _peer(self, agent: Agent, address: NixlAddress, target: Cut) -> _Peer:
         peer = self._peers.get(address.agent_name)
         if peer is None:
             peer = self._meet(agent, address)
         if peer.is_broken:
             raise StoreError(f"nixl: the connection to agent {peer.name} is broken")
+        if target not in peer.blocks:
+            try:
+                peer.blocks[target] = agent.prepare_blocks(address.region, target, peer.name)
+            except StoreError:
+                self._break(agent, peer)
+                raise
         self._peers.move_to_end(peer.name)
         return peer
 
     def _meet(self, agent: Agent, address: NixlAddress) -> _Peer:
         agent.add_peer(address.agent_name, address.metadata)
-        try:
-            blocks = agent.prepare_blocks(address.region, address.agent_name)
-        except StoreError:
-            agent.remove_peer(address.agent_name)
-            raise
-        peer = self._peers[address.agent_name] = _Peer(address.agent_name, blocks)
+        peer = self._peers[address.agent_name] = _Peer(address.agent_name)
         self._drop_idle_peers(agent, keep=peer)
         return peer
 
@@ -133,5 +138,6 @@ class Sender:
 
     def _drop(self, agent: Agent, peer: _Peer) -> None:
         if self._peers.pop(peer.name, None) is not None:
-            agent.release_blocks(peer.blocks)
+            for blocks in peer.blocks.values():
+                agent.release_blocks(blocks)
             agent.remove_peer(peer.name)

@@ -27,6 +27,7 @@ from tests.contract.connector_rig import (
     gated_connector,
     kv_layout,
 )
+from tests.contract.ranked_rig import RankedMedium
 from tests.contract.tiered_rig import TieredRig
 from tests.redis_server import RedisServer, running_redis
 
@@ -36,12 +37,15 @@ OTHER_FINGERPRINT = bytes(reversed(range(32)))
 
 
 BELOW_HOST_MEMORY = " below host memory"
+OF_TWO_RANKS = " of two ranks"
 
 
-@pytest.fixture(params=[name + tier for tier in ("", BELOW_HOST_MEMORY) for name in STORE_CONNECTOR_NAMES])
+@pytest.fixture(params=[name + how for how in ("", BELOW_HOST_MEMORY, OF_TWO_RANKS) for name in STORE_CONNECTOR_NAMES])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
-    name = request.param.removesuffix(BELOW_HOST_MEMORY)
+    name = request.param.removesuffix(BELOW_HOST_MEMORY).removesuffix(OF_TWO_RANKS)
     lower = plain_medium(name, request, tmp_path)
+    if request.param.endswith(OF_TWO_RANKS):
+        return RankedMedium(lower, 2)
     return TieredRig(lower) if name != request.param else lower
 
 
@@ -540,7 +544,8 @@ def test_a_result_can_be_polled_when_the_engine_is_woken(medium):
 
     def wake() -> None:
         polled.extend(connector.poll())
-        woken.set()
+        if polled:  # of several ranks, each wakes it
+            woken.set()
 
     kv_cache = create_kv_cache()
     connector.register_kv_cache(kv_cache, FINGERPRINT, kv_layout(kv_cache), wake)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import xxhash
 
+from common.engine.contract.parts import decode_addresses, encode_address
 from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.errors import ConfigError
 from common.types import RequestId, group_key, hash_partial_block, hash_prompt, root_hash
@@ -174,12 +176,15 @@ ADDRESSES: dict[str, Callable[[bytes], bytes]] = {
     "last bit": lambda good: good[:-1] + bytes([good[-1] ^ 1]),
     "another message": lambda good: seal(msgspec.msgpack.encode(["hello"])),
     "no message": lambda good: seal(b"\xc1"),
-    "newer version": lambda good: changed(good, version=3),
+    "newer version": lambda good: changed(good, version=4),
     "no blocks": lambda good: changed(good, region=region_of(good, num_blocks=0)),
     "address beyond memory": lambda good: changed(good, region=region_of(good, base=1 << 63)),
     "unknown memory": lambda good: changed(good, region=region_of(good, memory="tape")),
     "other model": lambda good: changed(good, fingerprint=OTHER_FINGERPRINT),
-    "other degree": lambda good: changed(good, layout=layout_of(good, tensor_parallel_size=2)),
+    "a rank is missing": lambda good: changed(good, layout=layout_of(good, tensor_parallel_size=2)),
+    "a rank too many": lambda good: good + good,
+    "a degree that does not fit": lambda good: changed(good, layout=layout_of(good, tensor_parallel_size=3)),
+    "no degree": lambda good: changed(good, layout=layout_of(good, tensor_parallel_size=0)),
     "no layout": lambda good: changed(good, layout=layout_of(good, groups=[])),
     "other block size": lambda good: changed(good, layout=layout_of(good, block_size=8)),
     "other size of blocks": lambda good: changed(good, region=region_of(good, block_bytes=768)),
@@ -187,19 +192,24 @@ ADDRESSES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def seal(body: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(body) + body
+    return encode_address(xxhash.xxh3_128_digest(body) + body)
 
 
-def region_of(address: bytes, **changes: object) -> dict[str, object]:
-    return {**msgspec.msgpack.decode(address[16:])["region"], **changes}
+def fields_of(address: bytes) -> dict[str, Any]:
+    (only,) = decode_addresses(address)
+    return msgspec.msgpack.decode(only[16:])
 
 
-def layout_of(address: bytes, **changes: object) -> dict[str, object]:
-    return {**msgspec.msgpack.decode(address[16:])["layout"], **changes}
+def region_of(address: bytes, **changes: object) -> dict[str, Any]:
+    return {**fields_of(address)["region"], **changes}
+
+
+def layout_of(address: bytes, **changes: object) -> dict[str, Any]:
+    return {**fields_of(address)["layout"], **changes}
 
 
 def changed(address: bytes, **changes: object) -> bytes:
-    return seal(msgspec.msgpack.encode({**msgspec.msgpack.decode(address[16:]), **changes}))
+    return seal(msgspec.msgpack.encode({**fields_of(address), **changes}))
 
 
 @pytest.mark.parametrize("name", ADDRESSES)
@@ -231,7 +241,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
     "more blocks than registered": lambda good: changed(good, region=region_of(good, num_blocks=24)),
     "memory before the cache": lambda good: changed(good, region=region_of(good, base=region_of(good)["base"] - 1536)),
     "metadata of nobody": lambda good: changed(good, metadata=b"nixlSerDes|nothing"),
-    "metadata cut": lambda good: changed(good, metadata=msgspec.msgpack.decode(good[16:])["metadata"][:-1]),
+    "metadata cut": lambda good: changed(good, metadata=fields_of(good)["metadata"][:-1]),
     "another agent's name": lambda good: changed(good, agent_name="somebody"),
 }
 

@@ -17,6 +17,7 @@ from common.engine.contract.kv_groups import KVGroupSpec
 from common.errors import IncompatiblePeerError
 
 LAYOUT_DIGEST_BYTES = 16
+MAX_RANKS = 1024  # more are an invalid message
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,32 @@ class KVLayout:
 
     block_size: int  # tokens
     groups: tuple[KVGroupSpec, ...]  # with the heads of the whole model
-    tensor_parallel_size: int = 1  # ranks, each of which has an equal part of the KV heads
+    tensor_parallel_size: int = 1  # ranks, see heads_by_rank
 
     @property
     def of_store(self) -> KVLayout:
         """The same KV in a store."""
         return replace(self, tensor_parallel_size=1)
+
+    @property
+    def heads_by_rank(self) -> list[range]:
+        """The KV heads that each rank has: an equal part of all, or, of fewer heads than ranks, one that others have,
+        too. Raises IncompatiblePeerError if the heads cannot be divided."""
+        num_heads, num_ranks = self.num_kv_heads, self.tensor_parallel_size
+        if not 1 <= num_ranks <= MAX_RANKS or (num_heads % num_ranks and num_ranks % num_heads):
+            problem = f"tensor_parallel_size: {num_heads} KV heads cannot be divided among {num_ranks} ranks"
+            raise IncompatiblePeerError(problem, param="tensor_parallel_size")
+        firsts = (rank * num_heads // num_ranks for rank in range(num_ranks))
+        return [range(first, first + max(1, num_heads // num_ranks)) for first in firsts]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Those of the whole model, in each group. Raises IncompatiblePeerError if groups differ."""
+        found = {group.num_kv_heads for group in self.groups}
+        if len(found) != 1 or min(found) < 1:
+            problem = f"num_kv_heads: blocks of {sorted(found)} KV heads do not have one shape"
+            raise IncompatiblePeerError(problem, param="num_kv_heads")
+        return found.pop()
 
     @property
     def digest(self) -> bytes:
@@ -39,23 +60,36 @@ class KVLayout:
 
 
 class MappedPart(NamedTuple):
-    """A part of each block: what one rank of the producer has goes, as it is, to one rank of the consumer."""
+    """A part of each block: KV heads that go from one rank's cache to another's. The first heads are counted in each
+    rank's own cache."""
 
     producer_rank: int
     consumer_rank: int
+    producer_head: int
+    consumer_head: int
+    num_heads: int
 
 
 def map_layouts(producer: KVLayout, consumer: KVLayout) -> tuple[MappedPart, ...]:
-    """The parts in which a block goes from one engine, or store, to another: today only layouts that are equal fit.
-    Raises IncompatiblePeerError that names what differs."""
+    """The parts in which a block goes from one engine, or store, to another, by rank and head of the consumer. Each
+    head of each of the consumer's ranks comes in one part; if several of the producer's ranks have it, they take turns.
+    Raises IncompatiblePeerError that names what differs or cannot be divided."""
     _check_equal("block_size", producer.block_size, consumer.block_size)
-    _check_equal("tensor_parallel_size", producer.tensor_parallel_size, consumer.tensor_parallel_size)
     _check_equal("num_kv_groups", len(producer.groups), len(consumer.groups))
     for group, wanted in zip(producer.groups, consumer.groups, strict=True):
         if group != wanted:
             for field in fields(KVGroupSpec):
                 _check_equal(field.name, getattr(group, field.name), getattr(wanted, field.name))
-    return tuple(MappedPart(rank, rank) for rank in range(producer.tensor_parallel_size))
+    sources, targets = producer.heads_by_rank, consumer.heads_by_rank
+    copies = sources.count(sources[0])  # of each head
+    parts = []
+    for rank, target in enumerate(targets):
+        for source_rank in range(rank % copies, len(sources), copies):
+            source = sources[source_rank]
+            first, stop = max(source.start, target.start), min(source.stop, target.stop)
+            if first < stop:
+                parts.append(MappedPart(source_rank, rank, first - source.start, first - target.start, stop - first))
+    return tuple(parts)
 
 
 def _check_equal(name: str, of_producer: object, of_consumer: object) -> None:

@@ -12,16 +12,23 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from common.engine.config import EngineConfig
 from common.engine.contract.kv_groups import KVGroupSpec
-from common.engine.contract.layout import KVLayout
+from common.engine.contract.layout import KVLayout, MappedPart, map_layouts
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
+from common.engine.contract.parts import (
+    PartDigest,
+    decode_addresses,
+    digests_of_rank,
+    encode_address,
+    encode_digests,
+)
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.fake_worker import (
     EncodedWorker,
@@ -33,6 +40,7 @@ from common.engine.executor.fake_worker import (
     token_of,
 )
 from common.engine.executor.ranked_connector import join_ranks
+from common.engine.executor.staged_connector import StagedStore
 from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import (
     NO_FENCES,
@@ -40,11 +48,14 @@ from common.engine.kv_connector import (
     ConnectorFacts,
     Fences,
     OpenConnector,
+    SplitConnector,
     TransferResult,
+    WorkerConnector,
 )
 from common.engine.phases import Phase, PhaseClock
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
+from common.engine.worker.slots import SlotConnector
 from common.types import BlockHash, PromptPositions, SamplingParams
 
 _NUM_DRAFTS = 3
@@ -80,13 +91,10 @@ def expected_tokens(
 
 class MemoryConnector:
     """A WorkerConnector over a dict, which several executors may share. Every job settles within its start call.
-    `is_tier`: it keeps blocks, and wants all. `rank`: whose parts of the blocks it moves."""
+    `is_tier`: it keeps blocks, and wants all."""
 
-    def __init__(
-        self, store: dict[BlockHash, torch.Tensor] | None = None, *, is_tier: bool = False, rank: int = 0
-    ) -> None:
+    def __init__(self, store: dict[BlockHash, torch.Tensor] | None = None, *, is_tier: bool = False) -> None:
         self._is_tier = is_tier
-        self._suffix = b"rank %d" % rank if rank else b""  # of the keys of its parts
         self.store: dict[BlockHash, torch.Tensor] = {} if store is None else store
         self._kv_cache: torch.Tensor = torch.empty(0)
         self._on_settled: Callable[[], None] = lambda: None
@@ -99,19 +107,20 @@ class MemoryConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector. Nothing is compared: a store is shared by equal executors only."""
         self._kv_cache = kv_cache
         self._on_settled = on_settled
         return ConnectorFacts(keeps_blocks=self._is_tier, wants_offloads=self._is_tier)
 
-    def of_rank(self, rank: int) -> MemoryConnector:
-        """One for the parts of blocks of another rank, over the same dict."""
-        return MemoryConnector(self.store, is_tier=self._is_tier, rank=rank)
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=None, per_engine=self)
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
         """Count the leading blocks that the store has."""
-        present = [key in self.store for key in self._keys(transfer)]
+        present = [key in self.store for key in transfer.block_hashes]
         num_leading = [*present, False].index(False)
         self._settled.append(TransferResult(transfer.job_id, num_leading, found=tuple(present)))
         self._on_settled()
@@ -119,7 +128,7 @@ class MemoryConnector:
     def start_load(self, transfer: BlockTransfer) -> None:
         """Copy blocks in up to the first that the store lacks."""
         num_ok = 0
-        for block_id, key in zip(transfer.block_ids, self._keys(transfer), strict=True):
+        for block_id, key in zip(transfer.block_ids, transfer.block_hashes, strict=True):
             if key not in self.store:
                 break
             self._kv_cache[block_id].copy_(self.store[key])
@@ -128,7 +137,7 @@ class MemoryConnector:
 
     def start_save(self, transfer: BlockTransfer) -> None:
         """Copy blocks out."""
-        for block_id, key in zip(transfer.block_ids, self._keys(transfer), strict=True):
+        for block_id, key in zip(transfer.block_ids, transfer.block_hashes, strict=True):
             self.store[key] = self._kv_cache[block_id].cpu().clone()
         self._settle(transfer, len(transfer.block_ids))
 
@@ -143,15 +152,17 @@ class MemoryConnector:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _keys(self, transfer: BlockTransfer) -> Sequence[BlockHash]:
-        if not self._suffix:
-            return transfer.block_hashes
-        return [BlockHash(block_hash + self._suffix) for block_hash in transfer.block_hashes]
-
     def _settle(self, transfer: BlockTransfer, num_ok: int) -> None:
         error = "" if num_ok == len(transfer.block_hashes) else "block_missing"
         self._settled.append(TransferResult(transfer.job_id, num_ok, error))
         self._on_settled()
+
+
+class _OpenCache(NamedTuple):
+    """A KV cache that can be written to."""
+
+    kv_cache: torch.Tensor
+    layout: KVLayout
 
 
 class DirectMemoryConnector:
@@ -161,12 +172,14 @@ class DirectMemoryConnector:
     do not match their digests.
     """
 
-    _kv_caches: ClassVar[dict[bytes, torch.Tensor]] = {}  # all that are open, by address
+    _open: ClassVar[dict[bytes, _OpenCache]] = {}  # all there are, by address
     _serial: ClassVar[itertools.count[int]] = itertools.count(1)
 
     def __init__(self) -> None:
         self._address = b"memory-%d" % next(self._serial)
         self._kv_cache: torch.Tensor = torch.empty(0)
+        self._layout = KVLayout(1, ())
+        self._rank = 0
         self._on_settled: Callable[[], None] = lambda: None
         self._settled: list[TransferResult] = []
 
@@ -177,37 +190,45 @@ class DirectMemoryConnector:
         layout: KVLayout,
         on_settled: Callable[[], None],
         fences: Fences = NO_FENCES,
+        rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector. Pods compare fingerprints and layouts before they exchange addresses."""
         self._kv_cache = kv_cache
+        self._layout, self._rank = layout, rank
         self._on_settled = on_settled
-        self._kv_caches[self._address] = kv_cache
-        return ConnectorFacts(is_direct=True, address=self._address)
+        self._open[self._address] = _OpenCache(kv_cache, layout)
+        return ConnectorFacts(is_direct=True, address=encode_address(self._address))
 
-    def of_rank(self, rank: int) -> DirectMemoryConnector:
-        """One for the parts of blocks of another rank."""
-        return DirectMemoryConnector()
+    def split(self) -> SplitConnector:
+        """See WorkerConnector."""
+        return SplitConnector(per_rank=self, per_engine=None)
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """Compare blocks up to the first that differs."""
         num_ok = 0
-        for block_id, digest in zip(transfer.block_ids, transfer.digests, strict=True):
-            if _digest(self._kv_cache[block_id]) != digest:
+        for block_id, digests in zip(transfer.block_ids, transfer.digests, strict=True):
+            block = self._kv_cache[block_id]
+            parts = digests_of_rank(digests, self._rank, block.shape[2])
+            if not parts or any(_digest(block, part.head, part.num_heads) != part.digest for part in parts):
                 break
             num_ok += 1
         self._settle(transfer.job_id, num_ok, "" if num_ok == len(transfer.block_ids) else "block_corrupt")
 
     def start_save(self, transfer: BlockTransfer) -> None:
-        """Write blocks into the destination's KV cache."""
+        """Write blocks into the destination's KV caches."""
         destination = transfer.destination
         assert destination is not None, "a direct save has a destination"
-        target = self._kv_caches.get(destination.address)
-        if target is None:
+        targets = [self._open.get(address) for address in decode_addresses(destination.address)]
+        found = [target for target in targets if target is not None]
+        if not found or len(found) < len(targets):
             self._settle(transfer.job_id, 0, "transfer")
             return
-        for block_id, target_id in zip(transfer.block_ids, destination.block_ids, strict=True):
-            target[target_id].copy_(self._kv_cache[block_id])
-        digests = tuple(_digest(self._kv_cache[block_id]) for block_id in transfer.block_ids)
+        parts = [part for part in map_layouts(self._layout, found[0].layout) if part.producer_rank == self._rank]
+        for part in parts:
+            source = self._kv_cache.narrow(3, part.producer_head, part.num_heads)
+            target = found[part.consumer_rank].kv_cache.narrow(3, part.consumer_head, part.num_heads)
+            target[list(destination.block_ids)] = source[list(transfer.block_ids)]
+        digests = tuple(self._digests(self._kv_cache[block_id], parts) for block_id in transfer.block_ids)
         self._settle(transfer.job_id, len(digests), digests=digests)
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
@@ -224,22 +245,30 @@ class DirectMemoryConnector:
 
     def close(self) -> None:
         """Rejects further writes."""
-        self._kv_caches.pop(self._address, None)
+        self._open.pop(self._address, None)
+
+    def _digests(self, block: torch.Tensor, parts: Sequence[MappedPart]) -> bytes:
+        return encode_digests(
+            PartDigest(rank, head, num_heads, _digest(block, own_head, num_heads))
+            for _, rank, own_head, head, num_heads in parts
+        )
 
     def _settle(self, job_id: int, num_ok: int, error: str = "", digests: tuple[bytes, ...] = ()) -> None:
         self._settled.append(TransferResult(job_id, num_ok, error, digests))
         self._on_settled()
 
 
-def _digest(block: torch.Tensor) -> bytes:
-    return hashlib.blake2b(block.numpy().tobytes(), digest_size=16).digest()
+def _digest(block: torch.Tensor, head: int, num_heads: int) -> bytes:
+    """Of these heads of a block [1, 2, heads, block_size, 1]."""
+    return hashlib.blake2b(block.narrow(2, head, num_heads).numpy().tobytes(), digest_size=16).digest()
 
 
 class FakeExecutor:
     """Executor of a model that does not exist. `vocab_size` is below 2**24. Sampling parameters other than
-    `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Of several
-    ranks, all but the first have connectors like `connector`, and all get steps and transfers encoded. `drafts`: steps
-    verify what a FakeProposer proposes; not for executors that run ahead."""
+    `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Several ranks
+    get steps and transfers encoded; `connectors_of_others`: of all ranks but the first, unless `connector` is a store
+    or a DirectMemoryConnector. Executors of one `num_kv_heads` (default: one for each rank) hand over to each other,
+    whatever their ranks. `drafts`: steps verify what a FakeProposer proposes; not for executors that run ahead."""
 
     def __init__(
         self,
@@ -249,18 +278,22 @@ class FakeExecutor:
         vocab_size: int = 512,
         max_model_len: int = 4096,
         eos_token_ids: frozenset[int] = frozenset(),
-        connector: MemoryConnector | DirectMemoryConnector | None = None,
+        connector: WorkerConnector | None = None,
+        connectors_of_others: Sequence[WorkerConnector] = (),
         step_s: float = 0.0,
         runs_ahead: bool = False,
         groups: Sequence[KVGroupSpec] = ONE_GROUP,
         position_dims: int = 1,
         num_ranks: int = 1,
+        num_kv_heads: int | None = None,
         drafts: Accuracy | None = None,
     ) -> None:
-        bytes_per_block = 2 * block_size * 4
+        num_kv_heads = num_kv_heads or num_ranks
+        groups = tuple(replace(each, num_kv_heads=num_kv_heads) for each in groups)
+        bytes_per_block = 2 * max(1, num_kv_heads // num_ranks) * block_size * 4
         self._facts = ModelFacts(
             fingerprint=FAKE_FINGERPRINT,
-            layout=KVLayout(block_size, tuple(replace(each, num_kv_heads=num_ranks) for each in groups), num_ranks),
+            layout=KVLayout(block_size, groups, num_ranks),
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
@@ -270,8 +303,10 @@ class FakeExecutor:
             dtype="float32",
             position_dims=position_dims,
         )
-        first = connector or MemoryConnector()
-        self._connectors = [first, *(first.of_rank(rank) for rank in range(1, num_ranks))]
+        self._staged: StagedStore | None = None
+        self._connectors: list[WorkerConnector] = [connector or MemoryConnector()]
+        if num_ranks > 1:
+            self._split(self._connectors[0], connectors_of_others)
         self._workers: list[Worker] = [
             FakeWorker(self._facts, rank, each, self._proposer(drafts)) for rank, each in enumerate(self._connectors)
         ]
@@ -283,6 +318,19 @@ class FakeExecutor:
         self.num_failed_recordings = 0  # for tests to set
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
         self.closed = False
+
+    def _split(self, connector: WorkerConnector, of_others: Sequence[WorkerConnector]) -> None:
+        """Gives each rank its part of the connector."""
+        num_others = self._facts.layout.tensor_parallel_size - 1
+        direct, whole = connector.split()
+        of_ranks: list[WorkerConnector | None] = [direct, *(each.split().per_rank for each in of_others)]
+        if not of_others:
+            of_ranks += [None if direct is None else DirectMemoryConnector() for _ in range(num_others)]
+        if whole is not None:
+            self._staged = StagedStore(whole)
+            self._connectors = [SlotConnector(self._staged.path, each) for each in of_ranks]
+        else:
+            self._connectors = [each for each in of_ranks if each is not None]
 
     def _proposer(self, drafts: Accuracy | None) -> Proposer | None:
         if drafts is None:
@@ -306,7 +354,7 @@ class FakeExecutor:
         return self._facts
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates [num_blocks, 1, 2, 1, block_size, 1] on each rank."""
+        """Allocates [num_blocks, 1, 2, heads, block_size, 1] on each rank."""
         for worker in self._workers:
             worker.initialize_kv_cache(num_blocks)
 
@@ -316,8 +364,11 @@ class FakeExecutor:
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:
         """Always there."""
-        layout = self._facts.layout
-        return join_ranks([worker.open_connector(FAKE_FINGERPRINT, layout, on_settled) for worker in self._workers])
+        layout, staged = self._facts.layout, self._staged
+        if staged is not None:
+            staged.allocate(layout)
+        ranks = join_ranks([worker.open_connector(FAKE_FINGERPRINT, layout, on_settled) for worker in self._workers])
+        return ranks if staged is None else staged.open(ranks, FAKE_FINGERPRINT, layout, on_settled)
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
         """See Executor."""
@@ -339,6 +390,8 @@ class FakeExecutor:
         """Release the connectors."""
         for connector in self._connectors:
             connector.close()
+        if self._staged is not None:
+            self._staged.close()
         self.closed = True
 
 

@@ -1,7 +1,7 @@
 """The workers of a FakeExecutor.
 
-The "KV" of a token is its id and its position. Of both, each rank holds its share: the shares of all ranks add up. So
-do the ranks' sums over what a request reads, from which its next token follows: no rank knows it alone.
+The "KV" of a token is its id and its position. Of both, each KV head holds its share: the shares of all heads add up.
+So do the ranks' sums over what a request reads, from which its next token follows: no rank knows it alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Worker(Protocol):
     """One rank. Called in this order: `initialize_kv_cache`, `open_connector`, then both others for each step."""
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates [num_blocks, 1, 2, 1, block_size, 1]."""
+        """Allocates [num_blocks, 1, 2, heads, block_size, 1]."""
 
     def open_connector(self, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]) -> OpenConnector:
         """See Executor."""
@@ -61,16 +61,20 @@ class FakeWorker:
         self._proposer = proposer
         self._drafts: dict[RequestId, list[int]] = {}  # of the step
         self._requests: dict[RequestId, _FakeRequest] = {}
-        self._slots: npt.NDArray[np.float32] = np.empty((0, 2, self._block_size), dtype=np.float32)
+        heads_by_rank = facts.layout.heads_by_rank
+        self._heads = np.array(heads_by_rank[rank])[:, None]  # [heads, 1]
+        self._adds = heads_by_rank.index(heads_by_rank[rank]) == rank  # of ranks with the same head, the first counts
+        self._slots: npt.NDArray[np.float32] = np.empty((0, 2, 0, self._block_size), dtype=np.float32)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Worker."""
-        self._kv_cache = torch.zeros(num_blocks, 1, 2, 1, self._block_size, 1)
-        self._slots = self._kv_cache.view(num_blocks, 2, self._block_size).numpy()
+        num_heads = len(self._heads)
+        self._kv_cache = torch.zeros(num_blocks, 1, 2, num_heads, self._block_size, 1)
+        self._slots = self._kv_cache.view(num_blocks, 2, num_heads, self._block_size).numpy()
 
     def open_connector(self, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]) -> OpenConnector:
         """See Worker."""
-        facts = self._connector.register_kv_cache(self._kv_cache, fingerprint, layout, on_settled)
+        facts = self._connector.register_kv_cache(self._kv_cache, fingerprint, layout, on_settled, rank=self._rank)
         return OpenConnector(self._connector, facts)
 
     def compute(self, step: SchedulerOutput) -> Sums:
@@ -123,18 +127,20 @@ class FakeWorker:
         if end > len(request.token_ids):
             raise ValueError(f"{num_tokens} tokens scheduled at {start} of {len(request.token_ids)}")
         places = np.arange(start, end)
-        token_ids = self._share(np.array(request.token_ids[start:end]))
-        positions = self._share(position_numbers(request.positions, start, end, self._facts.position_dims))
+        token_ids = self._shares(np.array(request.token_ids[start:end]))
+        positions = self._shares(position_numbers(request.positions, start, end, self._facts.position_dims))
         for table in map(np.array, request.block_tables):
             if end > len(table) * self._block_size:
                 raise ValueError(f"{end} tokens do not fit {len(table)} blocks")
             blocks, offsets = table[places // self._block_size], places % self._block_size
-            self._slots[blocks, 0, offsets] = token_ids
-            self._slots[blocks, 1, offsets] = positions
+            self._slots[blocks, 0, :, offsets] = token_ids
+            self._slots[blocks, 1, :, offsets] = positions
         request.num_computed_tokens = end
 
-    def _share(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return (values + self._rank) // self._facts.layout.tensor_parallel_size
+    def _shares(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[tokens, heads]"""
+        shares: npt.NDArray[np.int64] = (values + self._heads) // self._facts.layout.num_kv_heads
+        return shares.T
 
     def _sums(self, request_id: RequestId, request: _FakeRequest) -> list[int]:
         end = request.num_computed_tokens
@@ -150,11 +156,13 @@ class FakeWorker:
         )
 
     def _read(self, table: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.uint64]:
-        """What is in the slots of tokens [start, end): shares of their ids, and of their positions."""
+        """What is in the slots of tokens [start, end): the rank's share of their ids, and of their positions."""
         first = start // self._block_size
         blocks = table[first : -(-end // self._block_size)]
-        seen = self._slots[blocks].transpose(1, 0, 2).reshape(2, -1)
-        return seen[:, start - first * self._block_size : end - first * self._block_size].astype(np.uint64)
+        shares = self._slots[blocks].sum(axis=2) * self._adds  # [blocks, 2, block_size]
+        seen = shares.transpose(1, 0, 2).reshape(2, -1)
+        read: npt.NDArray[np.uint64] = seen.astype(np.uint64)
+        return read[:, start - first * self._block_size : end - first * self._block_size]
 
 
 @dataclass(slots=True)

@@ -7,20 +7,8 @@ when it has settled on all; what the ranks have in common holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import msgspec
-
-from common.engine.kv_connector import (
-    BlockTransfer,
-    Connector,
-    ConnectorFacts,
-    Destination,
-    OpenConnector,
-    TransferResult,
-)
-
-_DECODER = msgspec.msgpack.Decoder(list[bytes])
+from common.engine.kv_connector import BlockTransfer, Connector, ConnectorFacts, OpenConnector, TransferResult
 
 
 def join_ranks(opened: Sequence[OpenConnector]) -> OpenConnector:
@@ -33,7 +21,7 @@ def join_ranks(opened: Sequence[OpenConnector]) -> OpenConnector:
         is_direct=facts[0].is_direct,
         max_write_s=max(each.max_write_s for each in facts),
         part_blocks=min(part_blocks, default=None),
-        address=_join([each.address for each in facts]) if facts[0].is_direct else b"",
+        address=b"".join(each.address for each in facts),
         keeps_blocks=all(each.keeps_blocks for each in facts),
         wants_offloads=all(each.wants_offloads for each in facts),
     )
@@ -41,8 +29,8 @@ def join_ranks(opened: Sequence[OpenConnector]) -> OpenConnector:
 
 
 class RankedConnector:
-    """See Connector. A direct one writes to consumers of as many ranks: each rank to its like. Addresses and digests
-    are those of all ranks."""
+    """See Connector. Addresses and digests are those of all ranks, one after the other; each rank's connector takes the
+    parts that concern it."""
 
     def __init__(self, ranks: Sequence[Connector]) -> None:
         self._ranks = ranks
@@ -50,13 +38,13 @@ class RankedConnector:
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See Connector."""
-        for connector, part in zip(self._ranks, self._parts(transfer), strict=True):
-            connector.start_load(part)
+        for connector in self._ranks:
+            connector.start_load(transfer)
 
     def start_save(self, transfer: BlockTransfer) -> None:
         """See Connector."""
-        for connector, part in zip(self._ranks, self._parts(transfer), strict=True):
-            connector.start_save(part)
+        for connector in self._ranks:
+            connector.start_save(transfer)
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
         """See Connector."""
@@ -81,37 +69,12 @@ class RankedConnector:
                     settled.append(_join_results(known))
         return settled
 
-    def _parts(self, transfer: BlockTransfer) -> list[BlockTransfer]:
-        """What each rank is asked."""
-        num_ranks, to = len(self._ranks), transfer.destination
-        parts = [transfer] * num_ranks
-        if to is not None:
-            addresses = _split(to.address, num_ranks)
-            parts = [replace(transfer, destination=Destination(each, to.block_ids)) for each in addresses]
-        if transfer.digests:
-            digests = zip(*(_split(each, num_ranks) for each in transfer.digests), strict=True)
-            parts = [replace(part, digests=each) for part, each in zip(parts, digests, strict=True)]
-        return parts
-
 
 def _join_results(results: Sequence[TransferResult]) -> TransferResult:
     return TransferResult(
         results[0].job_id,
         min(result.num_blocks_ok for result in results),
         next((result.error for result in results if result.error), ""),
-        tuple(_join(parts) for parts in zip(*(result.digests for result in results), strict=False)),
+        tuple(b"".join(parts) for parts in zip(*(result.digests for result in results), strict=False)),
         tuple(all(each) for each in zip(*(result.found for result in results), strict=False)),
     )
-
-
-def _join(parts: Sequence[bytes]) -> bytes:
-    return msgspec.msgpack.encode(parts)
-
-
-def _split(joined: bytes, num_ranks: int) -> list[bytes]:
-    """The part of each rank. Empty ones, which fit nothing, if it was not joined of as many."""
-    try:
-        parts = _DECODER.decode(joined)
-    except msgspec.DecodeError:
-        parts = []
-    return parts if len(parts) == num_ranks else [b""] * num_ranks

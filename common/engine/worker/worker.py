@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from common.engine.config import EngineConfig, KVConnectorConfig
+from common.engine.config import EngineConfig
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, StepFences
-from common.engine.kv_connector import NO_FENCES, ConnectorFactory, OpenConnector, WorkerConnector
+from common.engine.kv_connector import NO_FENCES, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.kv_groups import GroupLayers, all_in_one
@@ -27,6 +26,7 @@ from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.registry import PROPOSERS
+from common.engine.worker.connector import create_connector
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
@@ -150,7 +150,12 @@ class Worker:
         assert self._kv_cache is not None
         self._fences = self._loaded.device.memory.fences()  # connectors copy on streams of their own
         facts = self._connector.register_kv_cache(
-            self._kv_cache, self._facts.fingerprint, self._facts.layout, on_settled, self._fences or NO_FENCES
+            self._kv_cache,
+            self._facts.fingerprint,
+            self._facts.layout,
+            on_settled,
+            self._fences or NO_FENCES,
+            self.rank,
         )
         return OpenConnector(self._connector, facts)
 
@@ -249,10 +254,3 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: De
             f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device.name}",
             param="kv_cache_memory",
         ) from error
-
-
-def create_connector(config: KVConnectorConfig) -> WorkerConnector:
-    """Builds the pod's connector. Raises ConfigError if its name or options are wrong."""
-    module_name, _, function_name = config.factory.partition(":")
-    factory = cast("ConnectorFactory", getattr(importlib.import_module(module_name), function_name))
-    return factory(config.name, config.options)

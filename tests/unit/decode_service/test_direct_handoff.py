@@ -57,12 +57,13 @@ class Cluster:
         return (await self.decode.integrity()).num_blocks_in_use
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(params=[(1, 1), (2, 2), (2, 1), (1, 2)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]} ranks")
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     connector = SlowConnector()
+    of_prefill, of_decode = request.param
     async with (
-        prefill_pod(None, executor={"connector": connector, "num_ranks": request.param}) as prefill,
-        decode_pod(None, executor={"num_ranks": request.param}) as decode,
+        prefill_pod(None, executor={"connector": connector, "num_ranks": of_prefill, "num_kv_heads": 2}) as prefill,
+        decode_pod(None, executor={"num_ranks": of_decode, "num_kv_heads": 2}) as decode,
         FakeRouter(decode) as router,
     ):
         yield Cluster(prefill, decode, router, connector)

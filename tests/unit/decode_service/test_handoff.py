@@ -315,16 +315,22 @@ async def test_how_a_read_ends_that_was_left_is_not_logged(end: str, caplog: pyt
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-@pytest.mark.parametrize(("field", "said", "ours"), [("block_size", 32, 16), ("tensor_parallel_size", 2, 1)])
+@pytest.mark.parametrize(
+    ("field", "said", "problem"),
+    [
+        ("block_size", 32, "block_size differs: 32 at the producer, 16 at the consumer"),
+        ("tensor_parallel_size", 0, "1 KV heads cannot be divided among 0 ranks"),
+    ],
+)
 async def test_a_layout_that_does_not_fit_fails_the_handoff(
-    field: str, said: int, ours: int, is_direct: bool, caplog
+    field: str, said: int, problem: str, is_direct: bool, caplog
 ) -> None:
     caplog.set_level(logging.INFO)
     told = computing(replace(LAYOUT, **{field: said}))
     async with handoff_with([told], is_direct=is_direct) as (handoff, consumer, _):
         await handoff.run()
     assert consumer.calls[0][:2] == ("recompute", "incompatible")
-    assert f"{field} differs: {said} at the producer, {ours} at the consumer" in caplog.text
+    assert problem in caplog.text
 
 
 async def test_a_prefill_pod_that_tells_no_layout_fails_the_handoff() -> None:

@@ -61,13 +61,13 @@ class Cluster:
         await wait_for(lambda: self.decode.connector.loads)
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(params=[(1, 1), (2, 2), (1, 2), (2, 1)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]} ranks")
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     store: Store = {}
-    executor = {"num_ranks": request.param}
+    of_prefill, of_decode = request.param
     async with (
-        prefill_pod(store, executor=executor) as prefill,
-        decode_pod(store, executor=executor) as decode,
+        prefill_pod(store, executor={"num_ranks": of_prefill, "num_kv_heads": 2}) as prefill,
+        decode_pod(store, executor={"num_ranks": of_decode, "num_kv_heads": 2}) as decode,
         FakeRouter(decode) as router,
     ):
         yield Cluster(store, prefill, decode, router)

@@ -5,14 +5,20 @@ import threading
 import pytest
 
 import kv_store.nixl.digests as digests
+from common.engine.contract.layout import MappedPart
+from common.engine.contract.parts import PartDigest, encode_digests
 from common.engine.kv_connector import BlockTransfer
 from common.types import RequestId, hash_prompt, root_hash
 from kv_store.nixl.digests import Digester, block_digest, create_slab_reader, digests_of
+from kv_store.nixl.heads import SlabShape
+from kv_store.staging import layout_of
 from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, create_kv_cache
 from tests.contract.direct_rig import nixl_rig
 
 HASHES = hash_prompt(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE, root_hash())
 SLAB = bytes(range(256))
+SLAB_SHAPE = SlabShape.of(layout_of(create_kv_cache(1)))
+PARTS = [MappedPart(0, 0, 0, 0, 2)]
 
 
 @pytest.fixture
@@ -34,17 +40,18 @@ def test_a_digest_tells_bytes_block_and_length_apart():
 
 def test_digests_are_of_the_blocks_in_order(transfer):
     kv_cache = create_kv_cache()
-    found = list(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE))
+    found = list(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE, SLAB_SHAPE, PARTS))
     slabs = [kv_cache[block_id].numpy().tobytes() for block_id in (3, 1, 3)]
     lengths = (BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE - 1)
-    assert found == [block_digest(*block) for block in zip(slabs, HASHES, lengths, strict=False)]
+    wanted = [block_digest(*block) for block in zip(slabs, HASHES, lengths, strict=False)]
+    assert found == [encode_digests([PartDigest(0, 0, 2, digest)]) for digest in wanted]
 
 
 def test_the_digester_takes_the_same(transfer):
     kv_cache = create_kv_cache()
-    digester = Digester(kv_cache, BLOCK_SIZE)
-    pending = [digester.start(transfer) for _ in range(3)]
-    expected = tuple(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE))
+    digester = Digester(kv_cache, BLOCK_SIZE, SLAB_SHAPE)
+    pending = [digester.start(transfer, PARTS) for _ in range(3)]
+    expected = tuple(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE, SLAB_SHAPE, PARTS))
     assert [digest.result() for digest in pending] == [expected] * 3
     digester.close()
     digester.close()
@@ -57,13 +64,15 @@ def test_one_thread_takes_all_digests(transfer, monkeypatch):
     def wait_and_digest(*_: object) -> bytes:
         names.append(threading.current_thread().name)
         assert may_go_on.wait(DEADLINE_S)
-        return b""
+        return bytes(16)
 
     monkeypatch.setattr(digests, "block_digest", wait_and_digest)
-    digester = Digester(create_kv_cache(), BLOCK_SIZE)
-    under_way = [digester.start(transfer) for _ in range(3)]
+    digester = Digester(create_kv_cache(), BLOCK_SIZE, SLAB_SHAPE)
+    under_way = [digester.start(transfer, PARTS) for _ in range(3)]
     may_go_on.set()
-    assert [future.result(DEADLINE_S) for future in under_way] == [(b"",) * 3] * 3
+    assert [future.result(DEADLINE_S) for future in under_way] == [
+        (encode_digests([PartDigest(0, 0, 2, bytes(16))]),) * 3
+    ] * 3
     assert len(names) == 9
     assert set(names) == {"kv-nixl-digests_0"}
     digester.close()

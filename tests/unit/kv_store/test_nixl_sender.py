@@ -7,12 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from common.engine.contract.parts import decode_addresses
 from common.errors import StoreError
 from kv_store.nixl.address import NixlAddress, Region, decode_address
 from kv_store.nixl.agent import Agent, BlockList, load_nixl
+from kv_store.nixl.heads import Cut, SlabShape
 from kv_store.nixl.sender import NixlTransfer, Sender
+from kv_store.staging import layout_of
 from tests.contract.connector_rig import DEADLINE_S, create_kv_cache
 from tests.contract.direct_rig import DirectRig, nixl_rig
+
+WHOLE = SlabShape.of(layout_of(create_kv_cache(1))).cut(0, 2, is_whole=True)
 
 
 @pytest.fixture
@@ -29,9 +34,9 @@ def prepared(monkeypatch) -> list[str | None]:
     calls: list[str | None] = []
     prepare = Agent.prepare_blocks
 
-    def count(agent: Agent, region: Region, peer: str | None = None) -> BlockList:
+    def count(agent: Agent, region: Region, cut: Cut, peer: str | None = None) -> BlockList:
         calls.append(peer)
-        return prepare(agent, region, peer)
+        return prepare(agent, region, cut, peer)
 
     monkeypatch.setattr(Agent, "prepare_blocks", count)
     return calls
@@ -58,14 +63,15 @@ def finish(made: Sender, transfer: NixlTransfer) -> None:
 
 
 def address_of(rig: DirectRig) -> NixlAddress:
-    return decode_address(rig.address)
+    (address,) = decode_addresses(rig.address)
+    return decode_address(address)
 
 
 def test_block_lists_are_prepared_once(peers, prepared):
     one, other, _ = map(address_of, peers)
     with sender(create_kv_cache()) as made:
         for address in (one, other, one, other, one):
-            finish(made, made.post(address, [1, 2], [3, 4]))
+            finish(made, made.post(address, WHOLE, [1, 2], WHOLE, [3, 4]))
     assert prepared == [None, one.agent_name, other.agent_name]
 
 
@@ -73,7 +79,7 @@ def test_the_least_recently_used_peer_goes_first(peers, prepared):
     one, other, third = map(address_of, peers)
     with sender(create_kv_cache(), max_peers=2) as made:
         for address in (one, other, one, third, one, other):
-            finish(made, made.post(address, [1], [3]))
+            finish(made, made.post(address, WHOLE, [1], WHOLE, [3]))
     names = [address.agent_name for address in (one, other, third, other)]
     assert prepared == [None, *names]
 
@@ -82,8 +88,8 @@ def test_a_peer_that_is_written_to_is_kept(peers, prepared):
     one, other, _ = map(address_of, peers)
     kv_cache = create_kv_cache()
     with sender(kv_cache, max_peers=1) as made:
-        first = made.post(one, [1], [3])
-        finish(made, made.post(other, [1], [3]))
+        first = made.post(one, WHOLE, [1], WHOLE, [3])
+        finish(made, made.post(other, WHOLE, [1], WHOLE, [3]))
         finish(made, first)
     assert peers[0].bits([3]) == peers[1].bits([3]) == [kv_cache[1].numpy().tobytes()]
 
@@ -91,10 +97,10 @@ def test_a_peer_that_is_written_to_is_kept(peers, prepared):
 def test_after_abandon_peers_are_met_anew(peers, prepared):
     one = address_of(peers[0])
     with sender(create_kv_cache()) as made:
-        finish(made, made.post(one, [1], [3]))
+        finish(made, made.post(one, WHOLE, [1], WHOLE, [3]))
         made.abandon()
         made.abandon()
-        finish(made, made.post(one, [1], [3]))
+        finish(made, made.post(one, WHOLE, [1], WHOLE, [3]))
     assert prepared == [None, one.agent_name] * 2
 
 
@@ -107,17 +113,17 @@ def test_a_peer_that_broke_is_met_anew_when_nothing_is_under_way_to_it(peers, pr
     monkeypatch.setattr(Agent, "remove_peer", lambda agent, name: (removed.append(name), remove(agent, name)))
     one = address_of(peers[0])
     with sender(create_kv_cache()) as made:
-        first = made.post(one, [1], [3])
+        first = made.post(one, WHOLE, [1], WHOLE, [3])
         with monkeypatch.context() as patched:
             patched.setattr(Agent, "write", fail)
             with pytest.raises(StoreError, match="no"):
-                made.post(one, [1], [4])
+                made.post(one, WHOLE, [1], WHOLE, [4])
         with pytest.raises(StoreError, match="is broken"):
-            made.post(one, [1], [4])
+            made.post(one, WHOLE, [1], WHOLE, [4])
         assert removed == []
         finish(made, first)
         assert removed == [one.agent_name]
-        finish(made, made.post(one, [1], [4]))
+        finish(made, made.post(one, WHOLE, [1], WHOLE, [4]))
     assert prepared == [None, one.agent_name, one.agent_name]
 
 
@@ -125,11 +131,11 @@ def test_a_peer_that_is_gone_is_forgotten(peers, prepared):
     gone = nixl_rig()
     address = address_of(gone)
     with sender(create_kv_cache()) as made:
-        finish(made, made.post(address, [1], [3]))
+        finish(made, made.post(address, WHOLE, [1], WHOLE, [3]))
         gone.close()
         with contextlib.suppress(StoreError):
             while True:  # UCX may take a write before it notices
-                finish(made, made.post(address, [1], [3]))
+                finish(made, made.post(address, WHOLE, [1], WHOLE, [3]))
         with pytest.raises(StoreError, match="nixl"):
-            finish(made, made.post(address, [1], [3]))
-        finish(made, made.post(address_of(peers[0]), [1], [3]))
+            finish(made, made.post(address, WHOLE, [1], WHOLE, [3]))
+        finish(made, made.post(address_of(peers[0]), WHOLE, [1], WHOLE, [3]))

@@ -83,8 +83,8 @@ async def start_and_write(pod: RunningPod, stream: HandoffStream) -> grpc.aio.Un
 class DatedConnector(SlowConnector):
     """Ends its writes within 20 s."""
 
-    def register_kv_cache(self, *args: Any) -> ConnectorFacts:
-        return replace(super().register_kv_cache(*args), max_write_s=20.0)
+    def register_kv_cache(self, *args: Any, **how: Any) -> ConnectorFacts:
+        return replace(super().register_kv_cache(*args, **how), max_write_s=20.0)
 
 
 @pytest.mark.parametrize(("settings", "told"), [({}, 50.0), ({"handoff_quarantine_s": 7.0}, 7.0)])

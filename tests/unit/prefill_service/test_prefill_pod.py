@@ -142,7 +142,7 @@ def layout(**changes: int) -> pods_pb2.KVLayout:
         ({"connector": "nixl"}, "connector"),
         ({"layout": layout(block_size=32), "fingerprint": b"other"}, "fingerprint"),
         ({"layout": layout(block_size=32)}, "block_size"),
-        ({"layout": layout(tensor_parallel_size=2)}, "tensor_parallel_size"),
+        ({"layout": layout(tensor_parallel_size=0)}, "tensor_parallel_size"),
         ({"layout": None}, "block_size"),
     ],
 )

@@ -12,8 +12,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from common.engine.contract.parts import decode_addresses
 from common.engine.executor.ranked_connector import RankedConnector
-from common.engine.kv_connector import BlockTransfer, TransferResult
+from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.types import BlockHash
 
 T = TypeVar("T")
@@ -25,9 +26,19 @@ def sent(message: T) -> T:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
-def join(parts: Sequence[bytes]) -> bytes:
-    """What the ranks say of one thing, as one of RankedConnector's."""
-    return msgspec.msgpack.encode(parts)
+DIGEST_BYTES = 8
+
+
+def part_of(transfer: BlockTransfer, rank: int, num_ranks: int) -> BlockTransfer:
+    """The parts of addresses and digests, which are of all ranks, that concern one rank. Empty ones, which fit nothing,
+    if they are not of as many."""
+    to = transfer.destination
+    if to is not None:
+        addresses = decode_addresses(to.address)
+        to = Destination(addresses[rank] if len(addresses) == num_ranks else b"", to.block_ids)
+    digests = (digest if len(digest) == num_ranks * DIGEST_BYTES else b"" for digest in transfer.digests)
+    start, stop = rank * DIGEST_BYTES, (rank + 1) * DIGEST_BYTES
+    return replace(transfer, destination=to, digests=tuple(digest[start:stop] for digest in digests))
 
 
 class RankedKV:
@@ -90,8 +101,10 @@ class Engine(Protocol):
 class RankPort:
     """See Connector. Of one rank; the engine hears from the first."""
 
-    def __init__(self, engine: Engine, rank: int) -> None:
+    def __init__(self, engine: Engine, rank: int, num_ranks: int) -> None:
         self._engine = engine if rank == 0 else None
+        self._rank = rank
+        self._num_ranks = num_ranks
         self.asked: dict[int, BlockTransfer] = {}
         self.settled: list[TransferResult] = []
 
@@ -105,7 +118,7 @@ class RankPort:
         self._start(transfer, self._engine and self._engine.start_lookup)
 
     def _start(self, transfer: BlockTransfer, start: Callable[[BlockTransfer], None] | None) -> None:
-        self.asked[transfer.job_id] = transfer = sent(transfer)
+        self.asked[transfer.job_id] = transfer = part_of(sent(transfer), self._rank, self._num_ranks)
         if start is not None:
             start(transfer)
 
@@ -123,7 +136,7 @@ class FakeRanks:
 
     def __init__(self, num_ranks: int, engine: Engine) -> None:
         self.kv = RankedKV(num_ranks)
-        self._ports = [RankPort(engine, rank) for rank in range(num_ranks)]
+        self._ports = [RankPort(engine, rank, num_ranks) for rank in range(num_ranks)]
         self.connector = RankedConnector(self._ports)
         self._saved: dict[BlockHash, dict[int, list[int]]] = {}
 
@@ -146,7 +159,8 @@ class FakeRanks:
 
     def settle_all(self, result: TransferResult) -> None:
         """All parts that are left settle as `result`."""
-        digests = [msgspec.msgpack.decode(digest, type=list[bytes]) for digest in result.digests]
         for rank, port in enumerate(self._ports):
             if result.job_id in port.asked:
-                self.settle(rank, replace(result, digests=tuple(parts[rank] for parts in digests)))
+                start = rank * DIGEST_BYTES
+                digests = tuple(digest[start : start + DIGEST_BYTES] for digest in result.digests)
+                self.settle(rank, replace(result, digests=digests))

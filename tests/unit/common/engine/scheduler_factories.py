@@ -24,6 +24,7 @@ import numpy as np
 
 from common.engine.config import SchedulerConfig
 from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.parts import encode_address
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, NoToken, Outcome, SchedulerOutput
 from common.engine.executor.fake import ONE_GROUP
 from common.engine.kv_cache import KVCacheManager, KVGroups, create_kv_cache_manager
@@ -64,7 +65,7 @@ from common.types import (
     hash_prompt,
     root_hash,
 )
-from tests.unit.common.engine.fake_ranks import FakeRanks, Medium, RankedKV, RankMedium, join, sent
+from tests.unit.common.engine.fake_ranks import DIGEST_BYTES, FakeRanks, Medium, RankedKV, RankMedium, sent
 
 BLOCK_SIZE = 4
 EOS = 2
@@ -248,7 +249,7 @@ def first_token(request: AddRequest) -> SampledToken:
 
 def digest_of(values: Sequence[int]) -> bytes:
     """What a direct connector says of a block that holds these fingerprints."""
-    return hashlib.blake2b(repr(list(values)).encode(), digest_size=8).digest()
+    return hashlib.blake2b(repr(list(values)).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def prompt_digests(request: AddRequest, num_held_tokens: int = 0) -> list[bytes]:
@@ -613,11 +614,11 @@ class FakeEngine:
         """What its connector says of a block that holds these fingerprints."""
         if self._ranks is None:
             return digest_of(content)
-        return join([digest_of(self._ranks.kv.shares(content, rank)) for rank in range(len(self._ranks))])
+        return b"".join(digest_of(self._ranks.kv.shares(content, rank)) for rank in range(len(self._ranks)))
 
     def of_all_ranks(self, address: bytes) -> bytes:
         """The address of a connector each of whose ranks has this one."""
-        return address if self._ranks is None else join([address] * len(self._ranks))
+        return address if self._ranks is None else encode_address(address) * len(self._ranks)
 
     def write_block(self, block_id: int, content: Sequence[int]) -> None:
         """What a peer does, at any time."""

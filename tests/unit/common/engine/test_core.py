@@ -199,9 +199,11 @@ class GatedExecutor(FakeExecutor):
         return super().execute(step)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("of_producer", "of_consumer"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("kind", ["store", "direct"])
-def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str, num_ranks: int) -> None:
+def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(
+    kind: str, of_producer: int, of_consumer: int
+) -> None:
     """The consumer's engine has the KV, and goes on, before the producer's engine is through with its next step."""
     medium: dict[BlockHash, torch.Tensor] = {}
     news: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
@@ -213,10 +215,10 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(kind: str, 
     def connector() -> Any:
         return DirectMemoryConnector() if kind == "direct" else MemoryConnector(medium)
 
-    gated = GatedExecutor(1, block_size=4, connector=connector(), num_ranks=num_ranks)
+    gated = GatedExecutor(1, block_size=4, connector=connector(), num_ranks=of_producer, num_kv_heads=4)
     prefill = create_core(CONFIG, gated, on_news=tell)
     started: list[EngineCoreOutputs] = []
-    consuming = FakeExecutor(block_size=4, connector=connector(), num_ranks=num_ranks, drafts="half")
+    consuming = FakeExecutor(block_size=4, connector=connector(), num_ranks=of_consumer, num_kv_heads=4, drafts="half")
     decode = create_core(CONFIG, consuming, on_news=started.append)
     consumer_transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="consumer")
     consumer = msgspec.structs.replace(request(), transfer=consumer_transfer)

@@ -89,14 +89,15 @@ def test_step_waits_for_a_transfer_to_settle() -> None:
         assert (report.violations, report.num_transfers, report.num_blocks_in_use) == ([], 0, 0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_direct_handoff(num_ranks: int) -> None:
+@pytest.mark.parametrize(("of_producer", "of_consumer"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (8, 1)])
+def test_direct_handoff(of_producer: int, of_consumer: int) -> None:
     request_id = RequestId("a")
 
-    def create() -> FakeExecutor:
-        return FakeExecutor(block_size=4, connector=DirectMemoryConnector(), num_ranks=num_ranks)
+    def create(num_ranks: int) -> FakeExecutor:
+        return FakeExecutor(block_size=4, connector=DirectMemoryConnector(), num_ranks=num_ranks, num_kv_heads=4)
 
-    with InprocClient(CONFIG, create()) as producer, InprocClient(CONFIG, create()) as consumer:
+    producing, consuming = create(of_producer), create(of_consumer)
+    with InprocClient(CONFIG, producing) as producer, InprocClient(CONFIG, consuming) as consumer:
         assert producer.spec.is_direct
         producer.add_request(
             request("a", transfer=KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="producer"))

@@ -1,7 +1,10 @@
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
 import pytest
+import torch
 
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout, map_layouts
@@ -12,17 +15,78 @@ WINDOW = KVGroupSpec((1, 3), 8, 64, 48, "bfloat16", "window", 128)
 LAYOUT = KVLayout(16, (FULL, WINDOW))
 
 
+DEGREES = (1, 2, 4, 8)
+HEADS = (1, 2, 3, 4, 6, 8, 12)
+
+
+def layout_of(num_heads: int, degree: int) -> KVLayout:
+    return KVLayout(4, (KVGroupSpec((0, 1, 2), num_heads, 5, 5, "float32"),), degree)
+
+
+def divided(block: torch.Tensor, degree: int) -> list[torch.Tensor]:
+    """What each rank has of a block [num_layers, 2, heads, block_size, head_dim]."""
+    num_heads = block.shape[2]
+    each = block.repeat_interleave(max(1, degree // num_heads), dim=2)
+    return [part.clone() for part in each.chunk(degree, dim=2)]
+
+
+def fits(num_heads: int, degree: int) -> bool:
+    return num_heads % degree == 0 or degree % num_heads == 0
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_equal_layouts_map_rank_by_rank(degree):
     layout = replace(LAYOUT, tensor_parallel_size=degree)
-    assert map_layouts(layout, replace(layout)) == tuple((rank, rank) for rank in range(degree))
+    assert map_layouts(layout, replace(layout)) == tuple((rank, rank, 0, 0, 8 // degree) for rank in range(degree))
+
+
+@pytest.mark.parametrize("num_heads", HEADS)
+@pytest.mark.parametrize(("of_producer", "of_consumer"), list(itertools.product(DEGREES, DEGREES)))
+def test_the_parts_are_those_of_the_whole_block(num_heads, of_producer, of_consumer):
+    layouts = layout_of(num_heads, of_producer), layout_of(num_heads, of_consumer)
+    if not fits(num_heads, of_producer) or not fits(num_heads, of_consumer):
+        with pytest.raises(IncompatiblePeerError, match=f"{num_heads} KV heads cannot be divided among") as caught:
+            map_layouts(*layouts)
+        assert caught.value.param == "tensor_parallel_size"
+        return
+    whole = torch.arange(3 * 2 * num_heads * 4 * 5).view(3, 2, num_heads, 4, 5)
+    sources = divided(whole, of_producer)
+    wanted = divided(whole, of_consumer)
+    found = [torch.full_like(part, -1) for part in wanted]
+    for source_rank, rank, source_head, head, count in map_layouts(*layouts):
+        target = found[rank][:, :, head : head + count]
+        assert (target == -1).all()  # once
+        target.copy_(sources[source_rank][:, :, source_head : source_head + count])
+    assert all(map(torch.equal, found, wanted))
+    heads = layout_of(num_heads, of_consumer).heads_by_rank
+    assert all(torch.equal(whole[:, :, own.start : own.stop], part) for own, part in zip(heads, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("num_heads", "of_producer", "of_consumer"), [(1, 4, 4), (2, 8, 4), (2, 8, 8), (2, 4, 8)])
+def test_ranks_that_have_the_same_head_take_turns(num_heads, of_producer, of_consumer):
+    parts = map_layouts(layout_of(num_heads, of_producer), layout_of(num_heads, of_consumer))
+    writes = Counter(part.producer_rank for part in parts)
+    assert set(writes.values()) == {max(1, of_consumer // of_producer)}
+
+
+@pytest.mark.parametrize("degree", [0, 3, 1 << 31])
+def test_heads_that_cannot_be_divided_are_named(degree):
+    for mapped in ((layout_of(8, 1), layout_of(8, degree)), (layout_of(8, degree), layout_of(8, 1))):
+        with pytest.raises(IncompatiblePeerError, match=f"8 KV heads cannot be divided among {degree} ranks"):
+            map_layouts(*mapped)
+
+
+def test_groups_of_other_heads_are_named():
+    layout = KVLayout(16, (FULL, replace(WINDOW, num_kv_heads=4)))
+    with pytest.raises(IncompatiblePeerError, match=r"blocks of \[4, 8\] KV heads") as caught:
+        map_layouts(layout, layout)
+    assert caught.value.param == "num_kv_heads"
 
 
 @pytest.mark.parametrize(
     ("consumer", "says"),
     [
         (replace(LAYOUT, block_size=32), "block_size differs: 16 at the producer, 32 at the consumer"),
-        (replace(LAYOUT, tensor_parallel_size=4), "tensor_parallel_size differs: 1 at the producer, 4 at the consumer"),
         (KVLayout(16, (FULL,)), "num_kv_groups differs: 2 at the producer, 1 at the consumer"),
         (KVLayout(16, (FULL, replace(WINDOW, window=64))), "window differs: 128 at the producer, 64 at the consumer"),
         (KVLayout(16, (replace(FULL, num_kv_heads=4), WINDOW)), "num_kv_heads differs: 8 at the producer, 4 at the"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from common.engine.executor.ranked_connector import RankedConnector, join_ranks
@@ -98,36 +96,20 @@ def direct(address: bytes) -> ConnectorFacts:
     return ConnectorFacts(is_direct=True, address=address, max_write_s=len(address), part_blocks=len(address))
 
 
-def digests_of(ranks: Sequence[RankConnector]) -> list[tuple[bytes, ...]]:
-    return [part.digests for rank in ranks for _, part in rank.asked if isinstance(part, BlockTransfer)]
+def test_addresses_and_digests_are_those_of_all_ranks() -> None:
+    (connector, facts), ranks = two_ranks(direct(b"first"), direct(b"second"))
+    assert facts.address == b"firstsecond"
+    to = Destination(b"their addresses", (7, 8, 9))
+    save = BlockTransfer(1, RequestId("r"), (4, 5, 6), HASHES, 4, to)
+    load = BlockTransfer(2, RequestId("r"), (7, 8), HASHES[:2], 4, digests=(b"0a1a", b"0b1b"))
+    connector.start_save(save)
+    connector.start_load(load)
+    assert [rank.asked for rank in ranks] == [[("save", save), ("load", load)]] * 2
 
-
-def test_a_consumer_of_as_many_ranks_gets_what_each_has_written() -> None:
-    consumer, loading = two_ranks(direct(b"c0"), direct(b"c1+"))
-    producer, saving = two_ranks()
-    to = Destination(consumer.facts.address, (7, 8, 9))
-    producer.connector.start_save(BlockTransfer(1, RequestId("r"), (4, 5, 6), HASHES, 4, to))
-    parts = [part.destination for rank in saving for _, part in rank.asked if isinstance(part, BlockTransfer)]
-    assert parts == [Destination(b"c0", (7, 8, 9)), Destination(b"c1+", (7, 8, 9))]
-
-    saving[0].settled = [TransferResult(1, 3, "", (b"0a", b"0b", b"0c"))]
-    saving[1].settled = [TransferResult(1, 2, "transfer", (b"1a", b"1b"))]
-    (saved,) = producer.connector.poll()
-    assert (saved.num_blocks_ok, saved.error, len(saved.digests)) == (2, "transfer", 2)
-    consumer.connector.start_load(BlockTransfer(2, RequestId("r"), (7, 8), HASHES[:2], 4, digests=saved.digests))
-    assert digests_of(loading) == [(b"0a", b"0b"), (b"1a", b"1b")]
-
-
-@pytest.mark.parametrize("strange", [b"", b"one rank's", b"\x93\xc4\x01a\xc4\x01b\xc4\x01c", b"\x81"])
-def test_what_does_not_come_from_as_many_ranks_fits_none(strange: bytes) -> None:
-    (connector, _), ranks = two_ranks()
-    connector.start_load(BlockTransfer(2, RequestId("r"), (7,), HASHES[:1], 4, digests=(strange,)))
-    assert digests_of(ranks) == [(b"",), (b"",)]
-    connector.start_save(BlockTransfer(3, RequestId("r"), (7,), HASHES[:1], 4, Destination(strange, (8,))))
-    for rank in ranks:
-        _, part = rank.asked[-1]
-        assert isinstance(part, BlockTransfer)
-        assert part.destination == Destination(b"", (8,))
+    ranks[0].settled = [TransferResult(1, 3, "", (b"0a", b"0b", b"0c"))]
+    ranks[1].settled = [TransferResult(1, 2, "transfer", (b"1a", b"1b"))]
+    (saved,) = connector.poll()
+    assert saved == TransferResult(1, 2, "transfer", (b"0a1a", b"0b1b"))
 
 
 def test_facts_that_hold_for_all_ranks() -> None:

@@ -1,0 +1,54 @@
+"""Addresses and digests of direct connectors, each a run of entries of ranks: those of several ranks are joined by
+putting one after the other. Pure data."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_PART = struct.Struct("<HHH16s")
+_LENGTH = struct.Struct("<I")
+
+
+class PartDigest(NamedTuple):
+    """The digest of a part of a block: of KV heads of one of the consumer's ranks."""
+
+    consumer_rank: int
+    head: int  # the first, in the rank's own cache
+    num_heads: int
+    digest: bytes  # 16 bytes
+
+
+def encode_digests(parts: Iterable[PartDigest]) -> bytes:
+    """Encodes the digests of parts of one block."""
+    return b"".join(_PART.pack(*part) for part in parts)
+
+
+def digests_of_rank(encoded: bytes, rank: int, num_heads: int) -> list[PartDigest]:
+    """The digests of the parts that make up a block of `num_heads` heads of this rank of the consumer, by head. Empty
+    if they do not."""
+    if len(encoded) % _PART.size:
+        return []
+    parts = sorted(part for part in map(PartDigest._make, _PART.iter_unpack(encoded)) if part.consumer_rank == rank)
+    next_head = 0
+    for part in parts:
+        if part.head != next_head or not part.num_heads:
+            return []
+        next_head += part.num_heads
+    return parts if next_head == num_heads else []
+
+
+def encode_address(address: bytes) -> bytes:
+    """Encodes the address of one rank."""
+    return _LENGTH.pack(len(address)) + address
+
+
+def decode_addresses(encoded: bytes) -> list[bytes]:
+    """The addresses of all ranks, rank 0 first. Empty if they are not whole."""
+    addresses, offset = [], 0
+    while offset + _LENGTH.size <= len(encoded):
+        (length,) = _LENGTH.unpack_from(encoded, offset)
+        offset += _LENGTH.size + length
+        addresses.append(encoded[offset - length : offset])
+    return addresses if offset == len(encoded) else []

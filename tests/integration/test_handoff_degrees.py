@@ -1,0 +1,95 @@
+"""Handoffs and tiers between engines of different tensor-parallel degrees, over real connectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.engine.executor.fake import TWO_GROUPS, FakeExecutor, expected_tokens
+from common.types import SamplingParams
+from kv_store.registry import create_connector
+from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, check_integrity, generate
+from tests.redis_server import RedisServer, running_redis
+from tests.tiny_models import prompt_of
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)  # so many that blocks fall out of the window
+LENGTHS = (1, BLOCK_SIZE, 3 * CHUNK - 1, 5 * CHUNK + 5)
+DEGREES = [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8), (8, 2)]
+NUM_KV_HEADS = 4  # of ranks of degree 8, two have the same one
+OpenEngine = Callable[[int], InprocClient]
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "shared-storage", "redis", "nixl", "nixl with a store"])
+def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenEngine]:
+    """Makes engines of some degree on one medium; at the end all must be sound."""
+    medium = uuid4().hex
+    name, options = {
+        "memory": lambda: ("memory", {"store": medium, "offload": True}),
+        "shared-storage": lambda: (
+            "shared-storage",
+            {"path": str(tmp_path), "max_bytes": 1 << 28, "host_bytes": 1 << 20},
+        ),
+        "redis": lambda: ("redis", {"url": request.getfixturevalue("redis_server").url, "offload": True}),
+        "nixl": lambda: ("nixl", {}),
+        "nixl with a store": lambda: ("nixl", {"store": "memory", "store.store": medium, "offload": True}),
+    }[request.param]()
+    opened: list[InprocClient] = []
+
+    def open_one(num_ranks: int) -> InprocClient:
+        config = EngineConfig(
+            cache=CacheConfig(block_size=BLOCK_SIZE), scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK)
+        )
+        first, *others = [create_connector(name, options) for _ in range(num_ranks)]
+        executor = FakeExecutor(
+            block_size=BLOCK_SIZE,
+            connector=first,
+            connectors_of_others=others,
+            groups=TWO_GROUPS,
+            num_ranks=num_ranks,
+            num_kv_heads=NUM_KV_HEADS,
+        )
+        opened.append(InprocClient(config, executor))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        check_integrity(engine)
+        engine.close()
+
+
+def expected(prompt: list[int]) -> list[int]:
+    return expected_tokens(prompt, GREEDY.max_tokens or 0, groups=TWO_GROUPS)
+
+
+@pytest.mark.parametrize(("of_producer", "of_consumer"), DEGREES)
+def test_all_kv_arrives(open_engine: OpenEngine, of_producer: int, of_consumer: int) -> None:
+    prompts = [prompt_of(length) for length in LENGTHS]
+    handoffs = Handoffs(open_engine(of_producer), open_engine(of_consumer))
+    for request, prompt in zip(handoffs.run(prompts, GREEDY), prompts, strict=True):
+        assert request.token_ids == expected(prompt)
+        assert request.received is not None
+        assert (request.received.num_tokens, request.received.recompute_reason) == (len(prompt), "")
+    assert handoffs.consumer.stats().num_prompt_tokens == 0
+
+
+@pytest.mark.parametrize(("of_first", "of_second"), [(1, 2), (2, 1), (4, 2)])
+def test_what_an_engine_of_another_degree_kept_is_restored(
+    open_engine: OpenEngine, of_first: int, of_second: int
+) -> None:
+    prompt = prompt_of(5 * CHUNK + 5)
+    first, second = open_engine(of_first), open_engine(of_second)
+    for engine in (first, second):
+        assert generate(engine, [prompt], GREEDY) == [expected(prompt)]
+    stats = second.stats()
+    assert not stats.tier_queries or stats.tier_hits == 10 * BLOCK_SIZE

@@ -1,0 +1,51 @@
+import pytest
+
+from common.engine.contract.parts import (
+    PartDigest,
+    decode_addresses,
+    digests_of_rank,
+    encode_address,
+    encode_digests,
+)
+
+A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
+
+
+def test_each_rank_finds_its_parts_whichever_rank_wrote_them():
+    of_ranks = [
+        encode_digests([PartDigest(0, 0, 1, A), PartDigest(1, 0, 1, B)]),
+        encode_digests([PartDigest(1, 1, 1, C), PartDigest(0, 1, 1, B)]),
+    ]
+    for joined in (b"".join(of_ranks), b"".join(reversed(of_ranks))):
+        assert digests_of_rank(joined, 0, 2) == [(0, 0, 1, A), (0, 1, 1, B)]
+        assert digests_of_rank(joined, 1, 2) == [(1, 0, 1, B), (1, 1, 1, C)]
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"",
+        b"of another connector",
+        encode_digests([PartDigest(0, 0, 1, A)]),
+        encode_digests([PartDigest(0, 0, 1, A), PartDigest(1, 1, 1, B)]),
+        encode_digests([PartDigest(0, 1, 1, A)]),
+        encode_digests([PartDigest(0, 0, 2, A), PartDigest(0, 1, 1, B)]),
+        encode_digests([PartDigest(0, 0, 1, A), PartDigest(0, 0, 1, A)]),
+        encode_digests([PartDigest(0, 0, 3, A)]),
+        encode_digests([PartDigest(0, 0, 0, A), PartDigest(0, 0, 2, A)]),
+        encode_digests([PartDigest(0, 0, 2, A)])[:-1],
+    ],
+)
+def test_what_is_not_all_of_a_block_counts_for_nothing(encoded):
+    assert digests_of_rank(encoded, 0, 2) == []
+
+
+def test_addresses_of_ranks():
+    joined = encode_address(b"first") + encode_address(b"") + encode_address(b"third")
+    assert decode_addresses(joined) == [b"first", b"", b"third"]
+    assert decode_addresses(b"") == []
+
+
+@pytest.mark.parametrize("encoded", [b"\1", b"\4\0\0\0abc", encode_address(b"a") + b"\1\0\0\0", b"\xff" * 8])
+def test_addresses_that_are_not_whole(encoded):
+    assert decode_addresses(encoded) == []
