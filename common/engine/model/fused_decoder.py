@@ -25,10 +25,11 @@ from common.engine.devices.attention import (
     ProjectionAttention,
     Rotary,
 )
-from common.engine.devices.operators import AddNorm, Operators, PerToken
+from common.engine.devices.operators import AddNorm, Embed, Operators, PerToken
 from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
-from common.engine.model.collected_linear import CollectedLinear
+from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
 from common.engine.model.probe import ProbedModel
+from common.engine.model.ranks import Ranks, together
 from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_bias
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -46,15 +47,14 @@ class FusedDecoder:
     def __init__(self, model: Any, probed: ProbedModel, operators: Operators) -> None:
         base = model.model
         self._operators = operators
-        embedding: torch.Tensor = base.embed_tokens.weight.detach()
-        self._embed = operators.embed(embedding)
-        self._rotary = _RotaryTables(base.rotary_emb, embedding.device)
+        self._embed = _embedding(operators, base.embed_tokens)
+        self._rotary = _RotaryTables(base.rotary_emb, model.device)
         parts = zip(list(base.layers), probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
         for index, (layer, args, num_heads) in enumerate(parts):
             self._layers.append(_Layer.of(layer, args, num_heads, operators))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
-        self._final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), embedding.dtype)
+        self._final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), model.dtype)
         self._head = _linear(operators, model.lm_head)
         model.lm_head = nn.Identity()
 
@@ -129,17 +129,18 @@ def can_fuse(model: Any, operators: Operators) -> bool:
         return False
     return (
         operators.supports(model)
-        and type(base.embed_tokens) is nn.Embedding
+        and type(_local(base.embed_tokens)) is nn.Embedding
         and _gives_all(model.lm_head)
         and all(_is_known_layer(layer) for layer in base.layers)
         and all(rms_norm_of(norm) is not None for norm in _norms(base))
     )
 
 
-def fuse_decoder(model: Any, probed: ProbedModel, operators: Operators) -> FusedDecoder:
+def fuse_decoder(model: Any, probed: ProbedModel, operators: Operators, ranks: Ranks) -> FusedDecoder:
     """Takes the layers out of a model that can be fused, and returns its fused form. Raises ModelLoadError if that
-    computes something else."""
-    decoder = FusedDecoder(model, probed, operators)
+    computes something else. It fails on all ranks or on none."""
+    with together(ranks):
+        decoder = FusedDecoder(model, probed, operators)
     probed.check("the fused decoder", decoder.probe(probed.token_ids, probed.spec))
     return decoder
 
@@ -225,16 +226,34 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _gives_all(module: nn.Module) -> bool:
-    """True for a linear layer, also one whose parts ranks have."""
-    return _is_linear(module.local if isinstance(module, CollectedLinear) else module)
+    """True for a linear layer, also one whose outputs ranks put together."""
+    return _is_linear(_local(module)) and getattr(module, "takes", None) is None
 
 
-def _linear(operators: Operators, module: Any) -> PerToken:
-    """The layer with the outputs of all ranks."""
+def _local(module: nn.Module) -> nn.Module:
+    """A rank's part of a layer; the layer, if there are no parts."""
+    return module.local if isinstance(module, CollectedLinear | CutEmbedding) else module
+
+
+def _linear(operators: Operators, module: nn.Module) -> PerToken:
+    """The layer, with the outputs of all ranks."""
+    local = operators.linear(cast("AnyLinear", _local(module)))
     if not isinstance(module, CollectedLinear):
-        return operators.linear(module)
-    local, collect = operators.linear(cast("AnyLinear", module.local)), module.collect
-    return lambda inputs: collect(local(inputs))
+        return local
+    return lambda inputs: module.collect(local(inputs))
+
+
+def _embedding(operators: Operators, module: nn.Module) -> Embed:
+    """The embedding, with the tokens of all ranks."""
+    local = operators.embed(cast("nn.Embedding", _local(module)).weight.detach())
+    if not isinstance(module, CutEmbedding):
+        return local
+
+    def embed(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, delta = local(module.rows_of(token_ids))
+        return module.collect(hidden), delta
+
+    return embed
 
 
 def _has_parts(module: Any, names: set[str]) -> bool:

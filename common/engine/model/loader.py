@@ -24,9 +24,10 @@ from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.kv_groups import GroupLayers, all_in_one
+from common.engine.model.parallel_plan import heads_of, refused
 from common.engine.model.probe import ProbedModel, probe_model
-from common.engine.model.ranks import OneRank, Ranks
-from common.engine.model.tensor_parallel import heads_of, load_rank
+from common.engine.model.rank_loader import load_rank
+from common.engine.model.ranks import OneRank, Ranks, together
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -75,7 +76,7 @@ def load_model(
     raw_config = _read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
     if ranks.size > 1:
-        _check_unquantized(config, raw_config)
+        _check_ranks(config, raw_config, ranks.size)
     weight_files = _find_weights(directory)
     with _quiet_transformers():
         found = _load_and_probe(_Source(directory, weight_files, config, device, quantized, ranks), group_layers)
@@ -86,8 +87,7 @@ def load_model(
     if ranks.size > 1:
         kv_groups = _of_all_ranks(kv_groups, model, probed, ranks.size)
     text_config = model.config.get_text_config()
-    embedding_rows = int(model.get_input_embeddings().weight.shape[0])
-    vocab_size = min(int(text_config.vocab_size), embedding_rows)
+    vocab_size = min(int(text_config.vocab_size), int(model.get_input_embeddings().num_embeddings))
     row_sampler, sampler_failed = _row_sampler(device, vocab_size, model.dtype)
     return LoadedModel(
         model=model,
@@ -96,7 +96,7 @@ def load_model(
         kernels_failed=found.kernels_failed or sampler_failed,
         row_sampler=row_sampler,
         step_sampler=device.step_sampler(found.kernels),
-        rounding=device.rounding if config.batch_invariant else "",
+        rounding=_rounding(device, ranks.size) if config.batch_invariant else "",
         device=device,
         dtype=model.dtype,
         kv_groups=kv_groups,
@@ -122,10 +122,11 @@ def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type
     return layer
 
 
-def _check_unquantized(config: ModelConfig, raw_config: dict[str, Any]) -> None:
+def _check_ranks(config: ModelConfig, raw_config: dict[str, Any], size: int) -> None:
     if config.quantization is not None or raw_config.get("quantization_config"):
-        reason = "tensor_parallel_size: quantised weights are supported for one rank only"
-        raise ConfigError(reason, param="tensor_parallel_size")
+        raise refused("quantised weights are supported for one rank only")
+    if config.batch_invariant and size > 2:  # sums of three numbers depend on their order, which depends on the batch
+        raise ConfigError(f"batch_invariant: with 1 or 2 ranks, but there are {size}", param="batch_invariant")
 
 
 def _of_all_ranks(
@@ -134,9 +135,13 @@ def _of_all_ranks(
     """The groups with the heads of the whole model. Raises ConfigError if this rank has not its share of them."""
     heads = heads_of(model.config, size)
     if probed.spec.num_kv_heads != heads.kv_of_rank or set(probed.num_heads) != {heads.of_rank}:
-        reason = f"tensor_parallel_size: the plan of {type(model).__name__} does not cut its attention by heads"
-        raise ConfigError(reason, param="tensor_parallel_size")
+        raise refused(f"the plan of {type(model).__name__} does not cut its attention by heads")
     return tuple(replace(group, num_kv_heads=heads.num_kv_heads) for group in groups)
+
+
+def _rounding(device: Device, size: int) -> str:
+    """Sums over ranks round as well."""
+    return device.rounding if size == 1 else f"{device.rounding}; {size} ranks"
 
 
 def _row_sampler(device: Device, vocab_size: int, dtype: torch.dtype) -> tuple[RowSampler | None, bool]:
@@ -236,7 +241,9 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     failed = False
     if operators is not None and probed is not None:
         try:
-            return _Probed(model, probed, fuse_decoder(model, probed, operators), "fused", kernels_failed=False)
+            return _Probed(
+                model, probed, fuse_decoder(model, probed, operators, source.ranks), "fused", kernels_failed=False
+            )
         except EngineDeadError:
             raise
         except Exception as error:  # the decoder differs, or whatever a compiler raises
@@ -257,7 +264,10 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     attends = False
     if not failed:
         try:
-            attends = device.can_attend(probed.spec, probed.num_heads, probed.attention_args)
+            with together(source.ranks):
+                attends = device.can_attend(probed.spec, probed.num_heads, probed.attention_args)
+        except EngineDeadError:
+            raise
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
             _warn_of_kernels(error)
             failed = True

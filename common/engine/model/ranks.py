@@ -98,6 +98,21 @@ class GlooRanks:
             raise EngineDeadError(f"rank {self.rank} of {self.size} has lost another: {reason}") from error
 
 
+@contextlib.contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """What is done within, without collectives, fails on all ranks if it fails on one."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  raised below
+        failure = error
+    num_failed = float(ranks.all_reduce(torch.tensor(float(failure is not None))))
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise RuntimeError("it failed on another rank")
+
+
 def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
     names = {f"rank {number}": number for number in range(size)}
     store.set(f"rank {rank}", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -138,8 +137,7 @@ class Worker:
         if self.runs_ahead:
             # Triton compiles other kernels for such requests, which the first of them must not wait for.
             self._runner.profile(1, SamplingParams(temperature=1.0, presence_penalty=1.0))
-        clock = time.perf_counter if self._ranks.size == 1 else self._shared_clock
-        return measure_steps(self._runner.profile, most, clock)
+        return measure_steps(self._runner.profile, most)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """See Executor.open_connector."""
@@ -195,11 +193,6 @@ class Worker:
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer
         return None if name is None else PROPOSERS.find(name)(self._config)
-
-    def _shared_clock(self) -> float:
-        """The time of rank 0, so that all ranks measure the same steps."""
-        now = time.perf_counter() if self._ranks.rank == 0 else 0.0
-        return float(self._ranks.all_reduce(torch.tensor(now, dtype=torch.float64)))
 
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)

@@ -3,19 +3,18 @@
 `RankProcesses` starts them once for many jobs, as importing torch takes longer than any job.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 
-import torch
-from torch.distributed import FileStore
+import pytest
 
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from common.engine.contract.step import SchedulerOutput
-from common.engine.model.ranks import GlooRanks
-from common.engine.worker.worker import Worker
+from common.engine.model.without_compiler import without_compiler
 from common.errors import BatonError
 from common.types import SamplingParams
 from tests.unit.common.engine.worker.step_driver import BLOCK_SIZE, NUM_BLOCKS, Driver
@@ -63,9 +62,12 @@ class RankProcesses:
 
 def generate(job, ranks):
     """Greedy tokens of all prompts at once, and facts of the rank."""
+    from common.engine.worker.worker import Worker
+
+    block_size = job.get("block_size", BLOCK_SIZE)
     config = EngineConfig(
         model=ModelConfig(model=job["model"], device="cpu", **job.get("settings", {})),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+        cache=CacheConfig(block_size=block_size, num_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=16),
         parallel=ParallelConfig(tensor_parallel_size=ranks.size),
     )
@@ -73,10 +75,11 @@ def generate(job, ranks):
     try:
         facts = worker.load_model()
         loaded = worker._loaded
-        num_weights = {name: weight.numel() for name, weight in loaded.model.named_parameters()}
-        buffers = {name: buffer.flatten().tolist() for name, buffer in loaded.model.named_buffers()}
+        weights = {name.replace(".local", ""): weight for name, weight in loaded.model.named_parameters()}
+        storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage() for weight in weights.values()}
+        buffers = {name.replace(".local", ""): buffer.tolist() for name, buffer in loaded.model.named_buffers()}
         worker.initialize_kv_cache(NUM_BLOCKS)
-        driver = Driver(worker)
+        driver = Driver(worker, block_size)
         sampling = SamplingParams(**job.get("sampling", {"temperature": 0.0}))
         requests = [driver.add(f"r{n}", prompt, sampling) for n, prompt in enumerate(job["prompts"])]
         tokens = driver.run(requests, job["num_tokens"], job.get("chunk", 1000))
@@ -88,28 +91,44 @@ def generate(job, ranks):
             "layout": [facts.layout.tensor_parallel_size, facts.layout.groups[0].num_kv_heads],
             "bytes_per_block": facts.bytes_per_block,
             "eos": sorted(facts.eos_token_ids),
-            "num_weights": num_weights,
+            "num_weights": {name: weight.numel() for name, weight in weights.items()},
+            "num_bytes": sum(storage.nbytes() for storage in storages.values()),
             "buffers": buffers,
-            "measured": [size for size, _ in worker.measure_steps()] if job.get("measures") else [],
         }
     finally:
         worker.close()
 
 
+@contextlib.contextmanager
+def broken_kernels():
+    from common.engine.devices.cpu.operators import CpuOperators
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(CpuOperators, "add_norm")
+        yield
+
+
+def answer_to(job):
+    from torch.distributed import FileStore
+
+    from common.engine.model.ranks import GlooRanks
+
+    try:
+        store = FileStore(job["store"], job["size"])
+        ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=job.get("timeout_s", 20.0))
+        with broken_kernels() if job.get("broken") == ranks.rank else contextlib.nullcontext():
+            return generate(job, ranks)
+    except BatonError as error:
+        return {"error": type(error).__name__, "message": str(error), "param": getattr(error, "param", None)}
+
+
 def main():
-    torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        job = json.loads(line)
-        try:
-            store = FileStore(job["store"], job["size"])
-            ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=job.get("timeout_s", 20.0))
-            answer = generate(job, ranks)
-        except BatonError as error:
-            answer = {"error": type(error).__name__, "message": str(error), "param": getattr(error, "param", None)}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    with without_compiler():  # as in an engine's process
+        for line in sys.stdin:
+            answers.write(json.dumps(answer_to(json.loads(line))) + "\n")
+            answers.flush()
 
 
 if __name__ == "__main__":

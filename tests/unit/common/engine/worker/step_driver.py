@@ -13,8 +13,9 @@ GREEDY = SamplingParams(temperature=0.0)
 class Driver:
     """Hands out shuffled blocks and runs the chunks that a test names."""
 
-    def __init__(self, worker):
+    def __init__(self, worker, block_size=BLOCK_SIZE):
         self.worker = worker
+        self.block_size = block_size
         self.free = list(range(1, NUM_BLOCKS))
         random.Random(7).shuffle(self.free)
         self.tokens = {}
@@ -42,7 +43,7 @@ class Driver:
         fresh = {}
         for request_id, count in scheduled.items():
             table = self.blocks[request_id]
-            missing = -(-(self.computed[request_id] + count) // BLOCK_SIZE) - len(table)
+            missing = -(-(self.computed[request_id] + count) // self.block_size) - len(table)
             fresh[request_id] = [self.free.pop(0) for _ in range(missing)]
             table.extend(fresh[request_id])
         new_ids = {request_id for request_id, _, _ in self.new}

@@ -1,0 +1,49 @@
+"""Layers of which each rank has a part, in place of those of a model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+Collect = Callable[[torch.Tensor], torch.Tensor]
+"""From a rank's outputs [..., size] to those of the whole layer [..., another size]."""
+
+
+class CollectedLinear(nn.Module):
+    """A linear layer that gives the outputs of all ranks."""
+
+    def __init__(self, local: nn.Linear, collect: Collect, takes: slice | None = None) -> None:
+        """`takes` are the inputs of this rank; None: it gets no others."""
+        super().__init__()
+        self.local: nn.Module = local  # devices may replace it
+        self.collect = collect
+        self.takes = takes
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs of the whole layer]"""
+        if self.takes is not None:
+            inputs = inputs[..., self.takes].contiguous()
+        return self.collect(self.local(inputs))
+
+
+class CutEmbedding(nn.Module):
+    """An embedding of which each rank has some tokens. The last row of its table is zeros, for the tokens of others."""
+
+    def __init__(self, local: nn.Embedding, first: int, num_embeddings: int, collect: Collect) -> None:
+        """`first` is the token of the table's first row, of `num_embeddings` in the whole model."""
+        super().__init__()
+        self.local = local
+        self.collect = collect
+        self.num_embeddings = num_embeddings
+        self._first = first
+
+    def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The tokens' rows in this rank's table."""
+        rows, zeros = token_ids - self._first, len(self.local.weight) - 1
+        return torch.where((rows >= 0) & (rows < zeros), rows, zeros)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[...] -> [..., size]"""
+        return self.collect(self.local(self.rows_of(token_ids)))

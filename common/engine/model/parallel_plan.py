@@ -1,0 +1,136 @@
+"""What a rank has of each layer, by the model's own plan (`tp_plan` of transformers).
+
+A plan names a style for layers by patterns of their names:
+
+| style | a rank has | so that its outputs are |
+|---|---|---|
+| colwise | a part of the outputs: whole heads, or a part of the MLP's width | its part |
+| rowwise | the inputs that such a part feeds | summed over the ranks |
+| colwise_gather_output | a part of the outputs | gathered from the ranks |
+| rowwise_split_input | a part of the inputs, all of which it gets | summed over the ranks |
+| embedding_rowwise | a part of the tokens | summed over the ranks |
+| replicated_with_grad_allreduce, replicate | all of it | whole |
+
+Where there are fewer KV heads than ranks, each rank has one, and some have the same. A model with any other style in
+its plan is refused, as is one without a plan: a layer that is cut wrongly computes something else without an error. So
+is one whose attention is not cut by heads: each rank would cache all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from common.errors import ConfigError
+
+_WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate"})
+_KV_PROJECTIONS = frozenset({"k_proj", "v_proj"})
+_CUTS_LAYERS = frozenset({"rowwise", "rowwise_split_input", "moe_tp_experts"})
+
+
+class Heads(NamedTuple):
+    """Attention heads of the whole model, and of a rank of so many."""
+
+    num_heads: int
+    num_kv_heads: int
+    size: int
+
+    @property
+    def of_rank(self) -> int:
+        """Query heads of a rank."""
+        return self.num_heads // self.size
+
+    @property
+    def kv_of_rank(self) -> int:
+        """KV heads of a rank; one where there are fewer than ranks."""
+        return max(1, self.num_kv_heads // self.size)
+
+
+class Part(NamedTuple):
+    """What a rank has of a layer's weight."""
+
+    style: str
+    dim: int  # of the weight, that is cut
+    start: int
+    stop: int
+    padding: int = 0  # rows of zeros that follow
+
+    @property
+    def sums(self) -> bool:
+        """True if outputs are summed over the ranks."""
+        return self.style.startswith("rowwise")
+
+
+def heads_of(model_config: Any, size: int) -> Heads:
+    """The heads of a model on `size` ranks. Raises ConfigError if they cannot be shared out evenly."""
+    text_config = model_config.get_text_config()
+    num_heads = int(text_config.num_attention_heads)
+    num_kv_heads = int(getattr(text_config, "num_key_value_heads", None) or num_heads)
+    if num_heads % size:
+        raise refused(f"{size} ranks cannot share {num_heads} heads evenly")
+    if num_kv_heads % size and size % num_kv_heads:
+        raise refused(f"{size} ranks cannot share {num_kv_heads} KV heads evenly")
+    return Heads(num_heads, num_kv_heads, size)
+
+
+def parts_of(model: Any, rank: int, size: int) -> dict[str, Part]:
+    """Parts of the rank by layer, of a model that may be on the meta device. Raises ConfigError if it cannot be cut."""
+    heads = heads_of(model.config, size)
+    return {layer: _part(model, layer, style, heads, rank) for layer, style in _styles(model).items()}
+
+
+def refused(reason: str) -> ConfigError:
+    """Why a model cannot have several ranks."""
+    return ConfigError(f"tensor_parallel_size: {reason}", param="tensor_parallel_size")
+
+
+def _styles(model: Any) -> dict[str, str]:
+    """Styles of the layers to cut, by name."""
+    name = type(model).__name__
+    plan: dict[str, str] = model.tp_plan
+    if not _CUTS_LAYERS.intersection(plan.values()):
+        raise refused(f"{name} has no plan of how to cut its layers")
+    patterns = [(re.compile(re.escape(layers).replace(r"\*", r"\d+")), style) for layers, style in plan.items()]
+    styles: dict[str, str] = {}
+    for layer, planned in (*model.named_modules(), *model.named_parameters()):
+        style = next((style for pattern, style in patterns if pattern.fullmatch(layer)), None)
+        if style is None or style in _WHOLE:
+            continue
+        if not _is_supported(model, layer, planned, style):
+            raise refused(f"the plan of {name} has style {style} for {layer}, which is not supported")
+        styles[layer] = style
+    return styles
+
+
+def _is_supported(model: Any, layer: str, planned: object, style: str) -> bool:
+    if style == "embedding_rowwise":
+        return isinstance(planned, nn.Embedding) and planned is model.get_input_embeddings()
+    if style in ("colwise_gather_output", "rowwise_split_input"):
+        return type(planned) is nn.Linear and "att" not in layer.rpartition(".")[0].rpartition(".")[2]
+    return type(planned) is nn.Linear and style in ("colwise", "rowwise")
+
+
+def _part(model: Any, layer: str, style: str, heads: Heads, rank: int) -> Part:
+    num_outputs, num_inputs = model.get_submodule(layer).weight.shape
+    size = heads.size
+    if style == "embedding_rowwise":
+        return _uneven(style, num_outputs, rank, size, padding=1)
+    if style == "colwise_gather_output":
+        return _uneven(style, num_outputs, rank, size)
+    if style == "colwise" and layer.rpartition(".")[2] in _KV_PROJECTIONS:
+        head = num_outputs // heads.num_kv_heads
+        start = rank * heads.num_kv_heads // size * head
+        return Part(style, 0, start, start + heads.kv_of_rank * head)
+    dim, width = (0, num_outputs) if style == "colwise" else (1, num_inputs)
+    if width % size:
+        raise refused(f"{size} ranks cannot share the {width} {('outputs', 'inputs')[dim]} of {layer} evenly")
+    return Part(style, dim, rank * width // size, (rank + 1) * width // size)
+
+
+def _uneven(style: str, num_rows: int, rank: int, size: int, padding: int = 0) -> Part:
+    """Of rows that can be shared out unevenly: zeros follow the last."""
+    share = -(-num_rows // size)
+    start, stop = min(rank * share, num_rows), min((rank + 1) * share, num_rows)
+    return Part(style, 0, start, stop, share - (stop - start) + padding)
