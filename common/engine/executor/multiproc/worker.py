@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from torch.distributed import FileStore
+
 from common.engine.config import EngineConfig
+from common.engine.model.ranks import GlooRanks, OneRank
 from common.engine.worker.worker import Worker
-from common.errors import ConfigError
 
 
 def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
     """See RankWorkerFactory."""
-    if (num_ranks := config.parallel.tensor_parallel_size) > 1:
-        setting = "tensor_parallel_size"
-        raise ConfigError(f"{setting}: {num_ranks}, but models have one rank", param=setting)
-    return Worker(config, rank)
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        return Worker(config, rank, OneRank())
+    store, timeout_s = FileStore(rendezvous, size), config.parallel.step_timeout_s
+    return Worker(config, rank, GlooRanks(store, rank, size, timeout_s=timeout_s))
