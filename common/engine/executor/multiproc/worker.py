@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from common.engine.config import EngineConfig
 from common.engine.model.ranks import GlooRanks, OneRank
