@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import xxhash
 
-from common.engine.contract.parts import PartDigest, digests_of_rank, encode_digests
-from kv_store.block_format import HEADER_BYTES
+from common.engine.contract.parts import digests_of_rank, encode_place
+from kv_store.block_format import DIGEST_BYTES, HEADER_BYTES
 from kv_store.nixl.heads import SlabShape
 from kv_store.staging import Staging, create_staging
 
@@ -84,34 +84,35 @@ def digests_of(
     transfer: BlockTransfer, reader: SlabReader, block_size: int, slab: SlabShape, parts: Sequence[MappedPart]
 ) -> Iterator[bytes]:
     """Yields the digests of these parts of each block of the transfer."""
-    for index, (block_hash, block) in enumerate(
-        zip(transfer.block_hashes, reader.slabs(transfer.block_ids), strict=True)
-    ):
-        num_tokens = transfer.num_tokens_in(index, block_size)
-        yield encode_digests(
-            PartDigest(
-                part.consumer_rank,
-                part.consumer_head,
-                part.num_heads,
-                block_digest(slab.heads(block, part.producer_head, part.num_heads), block_hash, num_tokens),
-            )
-            for part in parts
-        )
+    heads = [
+        (encode_place(part.consumer_rank, part.consumer_head, part.num_heads), part.producer_head, part.num_heads)
+        for part in parts
+    ]
+    for index, block in enumerate(reader.slabs(transfer.block_ids)):
+        block_hash, num_tokens = transfer.block_hashes[index], transfer.num_tokens_in(index, block_size)
+        digests = [
+            place + block_digest(slab.heads(block, first, num_heads), block_hash, num_tokens)
+            for place, first, num_heads in heads
+        ]
+        yield digests[0] if len(digests) == 1 else b"".join(digests)
 
 
 def verified(
     transfer: BlockTransfer, reader: SlabReader, block_size: int, slab: SlabShape, rank: int
 ) -> Iterator[bool]:
     """Yields whether each block of the transfer is what the producer's digests say, as far as it is this rank's."""
-    for index, (block_hash, encoded, block) in enumerate(
-        zip(transfer.block_hashes, transfer.digests, reader.slabs(transfer.block_ids), strict=True)
-    ):
+    place_of_all = encode_place(rank, 0, slab.num_heads)
+    for index, block in enumerate(reader.slabs(transfer.block_ids)):
+        encoded, block_hash = transfer.digests[index], transfer.block_hashes[index]
         num_tokens = transfer.num_tokens_in(index, block_size)
-        parts = digests_of_rank(encoded, rank, slab.num_heads)
-        yield bool(parts) and all(
-            block_digest(slab.heads(block, part.head, part.num_heads), block_hash, num_tokens) == part.digest
-            for part in parts
-        )
+        if encoded.startswith(place_of_all) and len(encoded) == len(place_of_all) + DIGEST_BYTES:
+            yield encoded == place_of_all + block_digest(block, block_hash, num_tokens)
+        else:
+            parts = digests_of_rank(encoded, rank, slab.num_heads)
+            yield bool(parts) and all(
+                block_digest(slab.heads(block, part.head, part.num_heads), block_hash, num_tokens) == part.digest
+                for part in parts
+            )
 
 
 class Digester:

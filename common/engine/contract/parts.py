@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
+_PLACE = struct.Struct("<HHH")
 _PART = struct.Struct("<HHH16s")
 _LENGTH = struct.Struct("<I")
 
@@ -18,6 +19,11 @@ class PartDigest(NamedTuple):
     head: int  # the first, in the rank's own cache
     num_heads: int
     digest: bytes  # 16 bytes
+
+
+def encode_place(consumer_rank: int, head: int, num_heads: int) -> bytes:
+    """The place of a part, for many blocks: it is followed by the digest in an encoded PartDigest."""
+    return _PLACE.pack(consumer_rank, head, num_heads)
 
 
 def encode_digests(parts: Iterable[PartDigest]) -> bytes:

@@ -6,6 +6,7 @@ from common.engine.contract.parts import (
     digests_of_rank,
     encode_address,
     encode_digests,
+    encode_place,
 )
 
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
@@ -38,6 +39,10 @@ def test_each_rank_finds_its_parts_whichever_rank_wrote_them():
 )
 def test_what_is_not_all_of_a_block_counts_for_nothing(encoded):
     assert digests_of_rank(encoded, 0, 2) == []
+
+
+def test_a_place_comes_before_its_digest():
+    assert encode_place(3, 1, 2) + A == encode_digests([PartDigest(3, 1, 2, A)])
 
 
 def test_addresses_of_ranks():

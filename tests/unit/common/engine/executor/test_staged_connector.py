@@ -73,6 +73,9 @@ class Rig:
         """Lets all go well, in turn."""
         results = self.connector.poll()
         while self.whole.jobs or self.ranks.jobs:
+            used = [slot for _, part in self.ranks.jobs.values() for slot in part.slots]
+            used += [slot for _, part in self.whole.jobs.values() for slot in part.block_ids]
+            assert len(used) == len(set(used))
             for half in (self.whole, self.ranks):
                 while half.jobs:
                     half.settle()
