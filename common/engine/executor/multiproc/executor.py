@@ -67,6 +67,7 @@ from common.engine.executor.multiproc.protocol import (
 )
 from common.engine.executor.multiproc.ring import RingWriter
 from common.engine.executor.ranked_connector import join_ranks
+from common.engine.executor.staged_connector import Staging, stage_connector
 from common.engine.kv_connector import BlockTransfer, OpenConnector, TransferResult
 from common.engine.launch import EngineFailed
 from common.engine.phases import PhaseClock
@@ -101,6 +102,7 @@ class MultiprocExecutor:
         self._ranks: list[_Rank] = []
         self._ring: RingWriter | None = None
         self._cleanup = contextlib.ExitStack()
+        self._staging = Staging(None, config)
         self._num_groups = 1
         self._max_tokens = 0  # of a request
         self._num_steps = 0  # that have computed something
@@ -121,8 +123,11 @@ class MultiprocExecutor:
 
     def load_model(self) -> ModelFacts:
         """See Executor."""
+        self._staging = stage_connector(self._config)  # first, as its errors come at once
+        if self._staging.store is not None:
+            self._cleanup.callback(self._staging.store.close)
         self._start_processes()
-        facts = join_facts([answer.facts for answer in self._call(LoadModel(), Loaded)])
+        facts = self._facts = join_facts([answer.facts for answer in self._call(LoadModel(), Loaded)])
         self._num_groups = len(facts.layout.groups)
         self._max_tokens = min(facts.max_model_len, self._config.model.max_model_len or facts.max_model_len)
         return facts
@@ -134,6 +139,9 @@ class MultiprocExecutor:
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """See Executor."""
+        store, facts = self._staging.store, self._facts
+        if store is not None:
+            store.allocate(facts.layout)
         for rank in self._ranks:
             rank.connector.on_settled = on_settled
         opened = [
@@ -141,7 +149,10 @@ class MultiprocExecutor:
             for rank, answer in zip(self._ranks, self._call(OpenConnectors(), Opened), strict=True)
             if answer.facts is not None
         ]
-        return join_ranks(opened) if opened else None
+        if not opened:
+            return None
+        ranks = join_ranks(opened)
+        return ranks if store is None else store.open(ranks, facts.fingerprint, facts.layout, on_settled)
 
     def measure_steps(self) -> list[tuple[int, float]]:
         """See Executor. Measured here, as ranks that went by clocks of their own would run different steps."""
@@ -202,7 +213,7 @@ class MultiprocExecutor:
         self._cleanup.callback(os.close, digests)
         for number, (calls, news) in enumerate(pairs):
             launch = RankLaunch(
-                config=self._config,
+                config=self._staging.config,
                 rank=number,
                 factory=self._factory,
                 rendezvous=f"{directory}/rendezvous",

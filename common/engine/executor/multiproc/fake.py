@@ -16,6 +16,9 @@ from common.engine.executor.fake import FAKE_FINGERPRINT, FakeExecutor, MemoryCo
 from common.engine.executor.fake_worker import FakeWorker, Sums
 from common.engine.executor.multiproc.executor import MultiprocExecutor
 from common.engine.kv_connector import OpenConnector, WorkerConnector
+from common.engine.worker.connector import create_connector
+
+_NUM_KV_HEADS = 12  # of engines of all degrees, which hand over to each other
 
 
 class FakeRank:
@@ -24,7 +27,8 @@ class FakeRank:
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str, connector: WorkerConnector) -> None:
         size = config.parallel.tensor_parallel_size
         self._rank = rank
-        self._facts = FakeExecutor(block_size=config.cache.block_size, num_ranks=size).load_model()
+        executor = FakeExecutor(block_size=config.cache.block_size, num_ranks=size, num_kv_heads=_NUM_KV_HEADS)
+        self._facts = executor.load_model()
         self._connector = connector
         self._worker = FakeWorker(self._facts, rank, connector)
         timeout = timedelta(seconds=config.parallel.step_timeout_s)
@@ -67,7 +71,8 @@ class FakeRank:
 
 def create_fake_rank(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
     """RankWorkerFactory of a FakeRank."""
-    return FakeRank(config, rank, rendezvous, MemoryConnector())
+    connector = MemoryConnector() if config.connector is None else create_connector(config.connector)
+    return FakeRank(config, rank, rendezvous, connector)
 
 
 def create_fake_multiproc_executor(config: EngineConfig) -> MultiprocExecutor:

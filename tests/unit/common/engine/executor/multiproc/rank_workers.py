@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, SchedulerOutput
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.multiproc.fake import FakeRank
+from common.engine.worker.connector import create_connector
 from common.errors import ConfigError, ModelLoadError
 from common.types import BlockHash, SampledToken, SamplingParams
 
@@ -52,12 +53,15 @@ class FileStore(MutableMapping[BlockHash, torch.Tensor]):
         return len(list(self._directory.iterdir()))
 
 
-def create_storing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
-    """Its blocks are kept in a directory that the connector's options name."""
+def create_files(name: str, options: Mapping[str, str | int | float | bool]) -> MemoryConnector:
+    """ConnectorFactory. Blocks are kept in a directory that the options name."""
+    return MemoryConnector(FileStore(Path(str(options["path"]))), is_tier=bool(options.get("is_tier")))
+
+
+def create_lagging(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """With the connector that is configured."""
     assert config.connector is not None
-    options = config.connector.options
-    connector = MemoryConnector(FileStore(Path(str(options["path"]))), is_tier=bool(options.get("is_tier")), rank=rank)
-    return _Lagging(config, rank, rendezvous, connector)
+    return _Lagging(config, rank, rendezvous, create_connector(config.connector))
 
 
 class _Lagging(FakeRank):

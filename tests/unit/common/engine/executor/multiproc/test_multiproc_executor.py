@@ -277,13 +277,13 @@ def test_all_ranks_get_the_masks_of_a_step(caplog: pytest.LogCaptureFixture) -> 
 
 def storing(directory: Path, **changes: object) -> EngineConfig:
     options = {"path": str(directory), **changes}
-    return config_of(connector=KVConnectorConfig(factory="unused:unused", name="files", options=options))
+    return config_of(connector=KVConnectorConfig(factory=factory("create_files"), name="files", options=options))
 
 
 def test_blocks_come_back_from_a_tier(tmp_path: Path) -> None:
     config = storing(tmp_path, is_tier=True)
     prompts = {RequestId(str(number)): prompt_of(number) for number in range(4)}
-    with InprocClient(config, MultiprocExecutor(config, factory("create_storing"))) as client:
+    with InprocClient(config, MultiprocExecutor(config, factory("create_lagging"))) as client:
         for _ in range(2):
             for name, prompt in prompts.items():
                 add(client, name, prompt)
@@ -292,15 +292,18 @@ def test_blocks_come_back_from_a_tier(tmp_path: Path) -> None:
         assert client.stats().tier_hits > 40
 
 
-def test_a_handoff_between_engines_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_consumer", [2, 1])
+def test_a_handoff_between_engines_of_ranks(tmp_path: Path, of_consumer: int) -> None:
     config = msgspec.structs.replace(storing(tmp_path), scheduler=SchedulerConfig(max_num_batched_tokens=16))
     prompt = prompt_of(5)
 
     def transfer(role: str) -> KVTransferParams:
         return KVTransferParams(transfer_id=TransferId("t"), epoch=1, role=role)
 
-    def started_client() -> InprocClient:
-        return InprocClient(config, MultiprocExecutor(config, factory("create_storing")))
+    def started_client(num_ranks: int = 2) -> InprocClient:
+        parallel = msgspec.structs.replace(config.parallel, tensor_parallel_size=num_ranks)
+        of_ranks = msgspec.structs.replace(config, parallel=parallel)
+        return InprocClient(of_ranks, MultiprocExecutor(of_ranks, factory("create_lagging")))
 
     with started_client() as producer:
         request = AddRequest(request_id=R, prompt_token_ids=prompt, sampling=GREEDY, transfer=transfer("producer"))
@@ -309,7 +312,7 @@ def test_a_handoff_between_engines_of_ranks(tmp_path: Path) -> None:
     saved = [event.num_tokens for each in outputs for event in each.events if isinstance(event, KVSaved)]
     assert saved[-1] == len(prompt)
     [first] = [token for each in outputs for token in each.tokens]
-    with started_client() as consumer:
+    with started_client(of_consumer) as consumer:
         request = AddRequest(request_id=R, prompt_token_ids=prompt, sampling=GREEDY, transfer=transfer("consumer"))
         consumer.add_request(request)
         update = TransferUpdate(request_id=R, epoch=1, num_ready_tokens=len(prompt), final=True, first_token=first)
