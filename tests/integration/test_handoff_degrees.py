@@ -9,8 +9,9 @@ from uuid import uuid4
 import pytest
 
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig, SchedulerConfig
 from common.engine.executor.fake import TWO_GROUPS, FakeExecutor, expected_tokens
+from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
 from common.types import SamplingParams
 from kv_store.registry import create_connector
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, check_integrity, generate
@@ -93,3 +94,37 @@ def test_what_an_engine_of_another_degree_kept_is_restored(
         assert generate(engine, [prompt], GREEDY) == [expected(prompt)]
     stats = second.stats()
     assert not stats.tier_queries or stats.tier_hits == 10 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "of_producer", "of_consumer"),
+    [
+        ("shared-storage", {"max_bytes": 1 << 28}, 2, 1),
+        ("nixl", {}, 2, 1),
+        ("nixl", {"host_bytes": 1 << 20}, 1, 2),
+    ],
+)
+def test_ranks_in_processes_of_their_own(
+    tmp_path: Path, name: str, options: dict[str, int], of_producer: int, of_consumer: int
+) -> None:
+    prompts = [prompt_of(length) for length in LENGTHS]
+    if name == "shared-storage":
+        options = {**options, "path": str(tmp_path)}
+    connector = KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
+
+    def open_one(num_ranks: int) -> InprocClient:
+        config = EngineConfig(
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
+            parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+            connector=connector,
+        )
+        return InprocClient(config, create_fake_multiproc_executor(config))
+
+    with open_one(of_producer) as producer, open_one(of_consumer) as consumer:
+        handoffs = Handoffs(producer, consumer)
+        for request, prompt in zip(handoffs.run(prompts, GREEDY), prompts, strict=True):
+            assert request.token_ids == expected_tokens(prompt, GREEDY.max_tokens or 0)
+            assert request.received is not None
+            assert (request.received.num_tokens, request.received.recompute_reason) == (len(prompt), "")
+        handoffs.check_integrity()
