@@ -9,16 +9,23 @@ from uuid import uuid4
 import pytest
 
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig, SchedulerConfig
+from common.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConnectorConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from common.engine.executor.fake import TWO_GROUPS, FakeExecutor, expected_tokens
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
 from common.types import SamplingParams
 from kv_store.registry import create_connector
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, check_integrity, generate
 from tests.redis_server import RedisServer, running_redis
-from tests.tiny_models import prompt_of
+from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40)  # so many that blocks fall out of the window
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)  # so many that blocks fall out of the window
 LENGTHS = (1, BLOCK_SIZE, 3 * CHUNK - 1, 5 * CHUNK + 5)
 DEGREES = [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8), (8, 2)]
 NUM_KV_HEADS = 4  # of ranks of degree 8, two have the same one
@@ -96,35 +103,57 @@ def test_what_an_engine_of_another_degree_kept_is_restored(
     assert not stats.tier_queries or stats.tier_hits == 10 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "of_producer", "of_consumer"),
-    [
-        ("shared-storage", {"max_bytes": 1 << 28}, 2, 1),
-        ("nixl", {}, 2, 1),
-        ("nixl", {"host_bytes": 1 << 20}, 1, 2),
-    ],
-)
-def test_ranks_in_processes_of_their_own(
-    tmp_path: Path, name: str, options: dict[str, int], of_producer: int, of_consumer: int
-) -> None:
+@pytest.fixture(params=["shared-storage", "nixl", "nixl with host memory"])
+def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KVConnectorConfig:
+    name, options = {
+        "shared-storage": ("shared-storage", {"path": str(tmp_path), "max_bytes": 1 << 28}),
+        "nixl": ("nixl", {}),
+        "nixl with host memory": ("nixl", {"host_bytes": 1 << 20}),
+    }[request.param]
+    return KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
+
+
+def config_of(connector: KVConnectorConfig, num_ranks: int, model: str = "") -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=model, dtype="float32", max_model_len=256),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=128),
+        scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        connector=connector,
+    )
+
+
+@pytest.mark.parametrize(("of_producer", "of_consumer"), [(2, 1), (1, 2)])
+def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_producer: int, of_consumer: int) -> None:
     prompts = [prompt_of(length) for length in LENGTHS]
-    if name == "shared-storage":
-        options = {**options, "path": str(tmp_path)}
-    connector = KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
+    configs = [config_of(connector, num_ranks) for num_ranks in (of_producer, of_consumer)]
+    producer, consumer = (InprocClient(config, create_fake_multiproc_executor(config)) for config in configs)
+    with producer, consumer:
+        decoded = handed_over(producer, consumer, prompts)
+    assert decoded == [expected_tokens(prompt, GREEDY.max_tokens or 0) for prompt in prompts]
 
-    def open_one(num_ranks: int) -> InprocClient:
-        config = EngineConfig(
-            cache=CacheConfig(block_size=BLOCK_SIZE),
-            scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
-            parallel=ParallelConfig(tensor_parallel_size=num_ranks),
-            connector=connector,
-        )
-        return InprocClient(config, create_fake_multiproc_executor(config))
 
-    with open_one(of_producer) as producer, open_one(of_consumer) as consumer:
-        handoffs = Handoffs(producer, consumer)
-        for request, prompt in zip(handoffs.run(prompts, GREEDY), prompts, strict=True):
-            assert request.token_ids == expected_tokens(prompt, GREEDY.max_tokens or 0)
-            assert request.received is not None
-            assert (request.received.num_tokens, request.received.recompute_reason) == (len(prompt), "")
-        handoffs.check_integrity()
+@pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
+@pytest.mark.parametrize(("of_producer", "of_consumer"), [(2, 1), (1, 2)])
+def test_tokens_of_models_are_those_of_transformers(
+    connector: KVConnectorConfig, of_producer: int, of_consumer: int
+) -> None:
+    directory = tiny_model_dir("llama")
+    prompts = [prompt_of(length) for length in LENGTHS]
+    producer, consumer = (
+        InprocClient(config_of(connector, num_ranks, str(directory))) for num_ranks in (of_producer, of_consumer)
+    )
+    with producer, consumer:
+        decoded = handed_over(producer, consumer, prompts)
+    assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
+
+
+def handed_over(producer: InprocClient, consumer: InprocClient, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of handoffs that bring all KV."""
+    handoffs = Handoffs(producer, consumer)
+    answers = handoffs.run(prompts, GREEDY)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer.received is not None
+        assert (answer.received.num_tokens, answer.received.recompute_reason) == (len(prompt), "")
+    handoffs.check_integrity()
+    return [answer.token_ids for answer in answers]
