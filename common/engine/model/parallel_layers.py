@@ -47,3 +47,16 @@ class CutEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., size]"""
         return self.collect(self.local(self.rows_of(token_ids)))
+
+
+class CollectedExperts(nn.Module):
+    """Experts of which each rank has a part, with the outputs of all ranks."""
+
+    def __init__(self, local: nn.Module, collect: Collect) -> None:
+        super().__init__()
+        self.local = local
+        self.collect = collect
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """As the experts' own."""
+        return self.collect(self.local(*inputs))

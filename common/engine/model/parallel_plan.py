@@ -9,6 +9,8 @@ A plan names a style for layers by patterns of their names:
 | colwise_gather_output | a part of the outputs | gathered from the ranks |
 | rowwise_split_input | a part of the inputs, all of which it gets | summed over the ranks |
 | embedding_rowwise | a part of the tokens | summed over the ranks |
+| packed_colwise | a part of the gates, and the same part of what they let through, of each expert | its part |
+| moe_tp_experts | experts with such parts | summed over the ranks |
 | replicated_with_grad_allreduce, replicate | all of it | whole |
 
 Where there are fewer KV heads than ranks, each rank has one, and some have the same. A model with any other style in
@@ -27,7 +29,8 @@ from common.errors import ConfigError
 
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate"})
 _KV_PROJECTIONS = frozenset({"k_proj", "v_proj"})
-_CUTS_LAYERS = frozenset({"rowwise", "rowwise_split_input", "moe_tp_experts"})
+_EXPERTS = "moe_tp_experts"
+_CUTS_LAYERS = frozenset({"rowwise", "rowwise_split_input", _EXPERTS})
 
 
 class Heads(NamedTuple):
@@ -56,6 +59,7 @@ class Part(NamedTuple):
     start: int
     stop: int
     padding: int = 0  # rows of zeros that follow
+    runs: int = 1  # of the dimension, each of which is cut in this way
 
     @property
     def sums(self) -> bool:
@@ -75,10 +79,31 @@ def heads_of(model_config: Any, size: int) -> Heads:
     return Heads(num_heads, num_kv_heads, size)
 
 
-def parts_of(model: Any, rank: int, size: int) -> dict[str, Part]:
-    """Parts of the rank by layer, of a model that may be on the meta device. Raises ConfigError if it cannot be cut."""
+class RankPlan(NamedTuple):
+    """What a rank has."""
+
+    layers: dict[str, Part]  # linear layers and the embedding, by name
+    weights: dict[str, Part]  # of experts, by name
+    experts: list[str]  # modules whose outputs are summed
+
+
+def plan_of(model: Any, rank: int, size: int) -> RankPlan:
+    """The plan of a model that may be on the meta device. Raises ConfigError if it cannot be cut."""
     heads = heads_of(model.config, size)
-    return {layer: _part(model, layer, style, heads, rank) for layer, style in _styles(model).items()}
+    styles = _styles(model)
+    experts = [layer for layer, style in styles.items() if style == _EXPERTS]
+    _check_complete(model, styles, experts)
+    weights = {
+        name: _part_of_experts(weight, name, styles[name], rank, size)
+        for name, weight in model.named_parameters()
+        if name in styles
+    }
+    layers = {
+        layer: _part(model, layer, style, heads, rank)
+        for layer, style in styles.items()
+        if layer not in weights and style != _EXPERTS
+    }
+    return RankPlan(layers, weights, experts)
 
 
 def refused(reason: str) -> ConfigError:
@@ -107,14 +132,32 @@ def _styles(model: Any) -> dict[str, str]:
 def _is_supported(model: Any, layer: str, planned: object, style: str) -> bool:
     if style == "embedding_rowwise":
         return isinstance(planned, nn.Embedding) and planned is model.get_input_embeddings()
+    if style == _EXPERTS:
+        return isinstance(planned, nn.Module)
+    if isinstance(planned, nn.Parameter):
+        return planned.dim() == 3 and style in ("packed_colwise", "rowwise")
     if style in ("colwise_gather_output", "rowwise_split_input"):
-        return type(planned) is nn.Linear and "att" not in layer.rpartition(".")[0].rpartition(".")[2]
+        return type(planned) is nn.Linear and not _is_of_attention(layer)
     return type(planned) is nn.Linear and style in ("colwise", "rowwise")
 
 
+def _is_of_attention(layer: str) -> bool:
+    return "att" in layer.rpartition(".")[0].rpartition(".")[2]
+
+
+def _check_complete(model: Any, styles: dict[str, str], experts: list[str]) -> None:
+    name = type(model).__name__
+    if not any(style == "colwise" and _is_of_attention(layer) for layer, style in styles.items()):
+        raise refused(f"the plan of {name} does not cut its attention by heads")
+    for layer in experts:
+        for parameter, _ in model.get_submodule(layer).named_parameters():
+            if f"{layer}.{parameter}" not in styles:
+                raise refused(f"the plan of {name} has no style for {layer}.{parameter}")
+
+
 def _part(model: Any, layer: str, style: str, heads: Heads, rank: int) -> Part:
-    num_outputs, num_inputs = model.get_submodule(layer).weight.shape
     size = heads.size
+    num_outputs, num_inputs = model.get_submodule(layer).weight.shape
     if style == "embedding_rowwise":
         return _uneven(style, num_outputs, rank, size, padding=1)
     if style == "colwise_gather_output":
@@ -127,6 +170,15 @@ def _part(model: Any, layer: str, style: str, heads: Heads, rank: int) -> Part:
     if width % size:
         raise refused(f"{size} ranks cannot share the {width} {('outputs', 'inputs')[dim]} of {layer} evenly")
     return Part(style, dim, rank * width // size, (rank + 1) * width // size)
+
+
+def _part_of_experts(weights: nn.Parameter, name: str, style: str, rank: int, size: int) -> Part:
+    """Of [experts, gates and what they let through, hidden size], or [experts, hidden size, what came through]."""
+    dim, runs = (1, 2) if style == "packed_colwise" else (2, 1)
+    width = weights.shape[dim] // runs
+    if width % size:
+        raise refused(f"{size} ranks cannot share the width of {width} of {name} evenly")
+    return Part(style, dim, rank * width // size, (rank + 1) * width // size, runs=runs)
 
 
 def _uneven(style: str, num_rows: int, rank: int, size: int, padding: int = 0) -> Part:

@@ -1,7 +1,8 @@
 """Loads one rank's part of a model.
 
-The model is made without weights, which are then read part by part: no rank ever holds the whole model. So the
-checkpoint must have them under the names and in the shapes of the model's parameters.
+The model is made without weights, which are then read part by part: no rank ever holds the whole model. Weights that
+the checkpoint has under other names, or each expert's by themselves, are found as `transformers` does it; a model that
+wants anything else to be done with its weights is refused.
 """
 
 from __future__ import annotations
@@ -10,17 +11,24 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+)
 
 from common.engine.model.attention_hook import ATTENTION_NAME
-from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
-from common.engine.model.parallel_plan import Part, heads_of, parts_of, refused
+from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding
+from common.engine.model.parallel_plan import Part, RankPlan, heads_of, plan_of, refused
 from common.engine.model.ranks import Ranks
 from common.errors import ModelLoadError
 
@@ -36,13 +44,15 @@ def load_rank(
         )
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    parts = parts_of(model, ranks.rank, ranks.size)
-    _check_weights(model, dtype)
+    plan = plan_of(model, ranks.rank, ranks.size)
+    conversions = _conversions(model, dtype)
     _compute_buffers(model)
-    with _WeightFiles(weight_files) as files:
-        _fill(model, files, parts)
-    for layer, part in parts.items():
+    with _WeightFiles(weight_files, conversions) as files:
+        _fill(model, files, plan)
+    for layer, part in plan.layers.items():
         _cut(model, layer, part, ranks)
+    for layer in plan.experts:
+        model.set_submodule(layer, CollectedExperts(model.get_submodule(layer), ranks.all_reduce))
     heads = heads_of(model_config, ranks.size)
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
@@ -50,12 +60,26 @@ def load_rank(
     return model
 
 
-def _check_weights(model: Any, dtype: torch.dtype) -> None:
+def _conversions(model: Any, dtype: torch.dtype) -> list[WeightRenaming | WeightConverter]:
+    """What is done with the checkpoint's weights. Raises ConfigError if that is not supported for parts of them."""
     name = type(model).__name__
-    if get_model_conversion_mapping(model, add_legacy=False):
-        raise refused(f"{name} converts weights as they are loaded, which is not supported for parts of them")
     if dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):  # noqa: SLF001
         raise refused(f"{name} keeps some weights in float32, which is supported with dtype float32 only")
+    conversions: list[WeightRenaming | WeightConverter] = get_model_conversion_mapping(model, add_legacy=False)
+    for conversion in conversions:
+        is_supported = type(conversion) is WeightRenaming or (
+            type(conversion) is WeightConverter and _merges_experts(conversion)
+        )
+        if not is_supported:
+            raise refused(f"{name} converts {conversion.source_patterns[0]} in a way that is not supported for parts")
+    return conversions
+
+
+def _merges_experts(converter: WeightConverter) -> bool:
+    """True if it stacks the weights of experts, and joins those of gates with what they let through."""
+    operations = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+    wanted = [(MergeModulelist, 0), (Concatenate, 1)][: min(2, len(converter.source_patterns))]
+    return len(operations) == len(converter.operations) and operations == wanted
 
 
 def _compute_buffers(model: Any) -> None:
@@ -71,18 +95,35 @@ def _compute_buffers(model: Any) -> None:
             raise refused(f"{type(model).__name__} does not say how to compute {name}")
 
 
-class _WeightFiles:
-    """Safetensors files, of which tensors are read in parts."""
+class _Stored(NamedTuple):
+    """Names of a weight in files, by pattern of what converts it: of each expert's, or one."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    patterns: list[str]
+    names: dict[str, list[str]]
+
+
+class _WeightFiles:
+    """Safetensors files, of which tensors are read in parts, by the model's names."""
+
+    def __init__(self, paths: Sequence[Path], conversions: Sequence[WeightRenaming | WeightConverter]) -> None:
         self._paths = paths
+        self._conversions = conversions
         self._stack = contextlib.ExitStack()
         self._file_of: dict[str, Any] = {}
+        self._stored: dict[str, _Stored] = {}
 
     def __enter__(self) -> _WeightFiles:
         for path in self._paths:
             file = self._stack.enter_context(safe_open(path, framework="pt"))
             self._file_of.update(dict.fromkeys(file.keys(), file))
+        for name in sorted(self._file_of, key=dot_natural_key):  # experts by their numbers
+            own_name, own_pattern, patterns = name, "", [""]
+            for conversion in self._conversions:
+                own_name, pattern = conversion.rename_source_key(own_name)
+                if pattern is not None and isinstance(conversion, WeightConverter):
+                    own_pattern, patterns = pattern, conversion.source_patterns
+            stored = self._stored.setdefault(own_name, _Stored(patterns, {}))
+            stored.names.setdefault(own_pattern, []).append(name)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,24 +132,40 @@ class _WeightFiles:
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
-        return name in self._file_of
+        return name in self._stored
 
     def read(self, name: str, like: torch.Tensor, part: Part | None) -> torch.Tensor:
         """A copy of a tensor, or of a part of it. Raises ModelLoadError if the whole has not the shape of `like`."""
+        patterns, names = self._stored[name]
+        if patterns == [""]:
+            return self._read(names[""][0], list(like.shape), like.dtype, part)
+        num_experts, rows, *others = like.shape
+        by_pattern = [names.get(pattern, []) for pattern in patterns]
+        if any(len(found) != num_experts for found in by_pattern):
+            raise ModelLoadError(f"{name} is of {num_experts} experts, but the weights have others", param="model")
+        if part is not None:
+            part = part._replace(dim=part.dim - 1, runs=part.runs // len(patterns))
+        shape = [rows // len(patterns), *others]
+        experts = zip(*by_pattern, strict=True)
+        return torch.stack([torch.cat([self._read(each, shape, like.dtype, part) for each in one]) for one in experts])
+
+    def _read(self, name: str, shape: list[int], dtype: torch.dtype, part: Part | None) -> torch.Tensor:
         file = self._file_of[name]
         tensor = file.get_slice(name)
-        if (shape := tensor.get_shape()) != list(like.shape):
-            raise ModelLoadError(f"weight {name} is {shape}, but the model's is {list(like.shape)}", param="model")
+        if (found := tensor.get_shape()) != shape:
+            raise ModelLoadError(f"weight {name} is {found}, but the model's is {shape}", param="model")
         if part is None:
-            whole: torch.Tensor = file.get_tensor(name).to(like.dtype, copy=True)
+            whole: torch.Tensor = file.get_tensor(name).to(dtype, copy=True)
             return whole
-        found = tensor[part.start : part.stop] if part.dim == 0 else tensor[:, part.start : part.stop]
-        copy = torch.zeros((len(found) + part.padding, *found.shape[1:]), dtype=like.dtype)
-        copy[: len(found)] = found
+        before, run = (slice(None),) * part.dim, shape[part.dim] // part.runs
+        places = [slice(start + part.start, start + part.stop) for start in range(0, run * part.runs, run)]
+        cut = torch.cat([tensor[(*before, place)] for place in places], part.dim)
+        copy = torch.zeros((len(cut) + part.padding, *cut.shape[1:]), dtype=dtype)
+        copy[: len(cut)] = cut
         return copy
 
 
-def _fill(model: Any, files: _WeightFiles, parts: dict[str, Part]) -> None:
+def _fill(model: Any, files: _WeightFiles, plan: RankPlan) -> None:
     """Puts the rank's parts of all weights in place of those on the meta device."""
     tied: dict[str, str] = model.all_tied_weights_keys
     weights = model.state_dict(keep_vars=True)
@@ -116,10 +173,10 @@ def _fill(model: Any, files: _WeightFiles, parts: dict[str, Part]) -> None:
     missing = [source for source in sources.values() if not files.has(source)]
     if missing:
         reason = f"the weights lack {len(missing)} of {type(model).__name__}'s names, first {missing[0]}"
-        raise ModelLoadError(f"{reason}; several ranks read weights by the names of the model's own", param="model")
+        raise ModelLoadError(f"{reason}; several ranks look for no others", param="model")
     for name in sorted(weights, key=lambda name: sources[name] != name):  # tied ones last
-        source, part = sources[name], _part_of(name, parts)
-        if source != name and _same_rows(part, _part_of(source, parts)):
+        source, part = sources[name], _part_of(name, plan)
+        if source != name and _same_rows(part, _part_of(source, plan)):
             tensor = model.get_parameter(source).detach()
             tensor = tensor if part is None else tensor[: part.stop - part.start + part.padding]
         else:
@@ -127,10 +184,10 @@ def _fill(model: Any, files: _WeightFiles, parts: dict[str, Part]) -> None:
         _set(model, name, tensor)
 
 
-def _part_of(weight: str, parts: dict[str, Part]) -> Part | None:
+def _part_of(weight: str, plan: RankPlan) -> Part | None:
     layer, _, kind = weight.rpartition(".")
-    part = parts.get(layer)
-    return None if part is not None and part.sums and kind == "bias" else part
+    part = plan.layers.get(layer)
+    return plan.weights.get(weight) if part is None or (part.sums and kind == "bias") else part
 
 
 def _same_rows(one: Part | None, other: Part | None) -> bool:

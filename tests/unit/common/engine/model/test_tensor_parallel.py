@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.demo_model import demo_model_path
@@ -20,7 +21,7 @@ from tests.tiny_models import (
 )
 from tests.unit.common.engine.model.rank_process import RankProcesses
 
-PLANNED = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
+PLANNED = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 PROMPTS = [prompt_of(length) for length in (1, 5, 22)]
 NUM_TOKENS = 8
 
@@ -174,18 +175,37 @@ def test_a_model_without_a_plan_is_refused(error_of, model):
 
 
 @pytest.mark.parametrize(
-    ("model", "style", "layer"),
+    ("model", "reason"),
     [
-        ("phi3", "rowwise_split_input", "model.layers.0.self_attn.o_proj"),  # not by heads
-        ("mixtral", "moe_tp_experts", "model.layers.0.mlp.experts"),
-        ("deepseek_v3", "moe_tp_experts", "model.layers.1.mlp.experts"),
+        ("phi3", "style rowwise_split_input for model.layers.0.self_attn.o_proj, which is not supported"),
+        ("deepseek_v3", "does not cut its attention by heads"),
     ],
 )
-def test_a_style_that_is_not_supported_is_refused(error_of, model, style, layer):
+def test_a_plan_that_is_not_supported_is_refused(error_of, model, reason):
     error, param, message = error_of(2, tiny_model_dir(model))
     assert (error, param) == ("ConfigError", "tensor_parallel_size")
-    assert style in message
-    assert layer in message
+    assert reason in message
+
+
+def test_experts_are_read_in_the_order_of_their_numbers(run, tmp_path):
+    config = tiny_config("MixtralConfig", num_local_experts=12, num_experts_per_tok=2, intermediate_size=32)
+    directory = saved(tmp_path, config)
+    whole = {name: weight.numel() for name, weight in reference_model(directory).named_parameters()}
+    for answer in run(2, directory):
+        assert answer["tokens"] == expected_of(directory)
+        for name, num_weights in answer["num_weights"].items():
+            assert "experts" not in name or num_weights == whole[name] // 2
+
+
+def test_a_missing_expert_is_refused(error_of, tmp_path):
+    shutil.copytree(tiny_model_dir("mixtral"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    (last,) = [name for name in weights if "layers.2." in name and name.endswith("experts.3.w2.weight")]
+    del weights[last]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    error, _, message = error_of(2, tmp_path)
+    assert error == "ModelLoadError"
+    assert "model.layers.2.mlp.experts.down_proj" in message
 
 
 def test_every_model_is_cut_or_refused(run):
