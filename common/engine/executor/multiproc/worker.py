@@ -8,11 +8,13 @@ from common.engine.config import EngineConfig
 from common.engine.model.ranks import GlooRanks, OneRank
 from common.engine.worker.worker import Worker
 
+GRACE_S = 5.0  # the driver's time for a step is over before that of a collective: it knows which rank is stopped
+
 
 def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
     """See RankWorkerFactory."""
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return Worker(config, rank, OneRank())
-    store, timeout_s = FileStore(rendezvous, size), config.parallel.step_timeout_s
+    store, timeout_s = FileStore(rendezvous, size), config.parallel.step_timeout_s + GRACE_S
     return Worker(config, rank, GlooRanks(store, rank, size, timeout_s=timeout_s))
