@@ -101,6 +101,23 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
         cluster.check_integrity()
 
 
+async def test_a_killed_rank_costs_nobody_an_answer(tmp_path: Path) -> None:
+    config = tmp_path / "baton.yaml"
+    config.write_text("router: {decode_policy: round_robin}\ndecode: {tensor_parallel_size: 2}\n")
+    prompts, expected = prompts_and_answers()
+    with running_cluster("--prefill", "0", "--decode", "2", "--config", str(config)) as cluster:
+        streams = Streams(cluster, prompts[:8])
+        await streams.until_started(4)
+        (engine,) = psutil.Process(cluster.pid_of("decode-0")).children()
+        (rank,) = [each for each in engine.children() if each.cmdline()[-1] == "rank 1"]
+        rank.kill()
+        assert await streams.answers() == expected[:8]
+        await asyncio.to_thread(cluster.wait_line, lambda line: "rank 1 of 2 was ended by SIGKILL" in line, 5)
+        await asyncio.to_thread(cluster.wait_line, lambda line: "ready again" in line, 120)
+        assert await Streams(cluster, prompts[:4]).answers() == expected[:4]
+        cluster.check_integrity()
+
+
 async def test_corrupt_blocks_are_noticed_recomputed_and_counted(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
     # The decode pod must fetch the second request's blocks again: its own prefix cache is off.

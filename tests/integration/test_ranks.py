@@ -1,0 +1,73 @@
+"""Models over several ranks, each a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from common.engine.llm import LLM, Completion
+from common.errors import ConfigError, EngineDeadError
+from common.types import Constraint, SamplingParams
+from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
+
+MAX_TOKENS = 24
+REGEX = Constraint.regex("[a-f]{9}")
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, num_logprobs=2),
+    "drawn": SamplingParams(temperature=1.1, seed=7, top_p=0.9, max_tokens=MAX_TOKENS),
+    "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=MAX_TOKENS),
+    "regex": SamplingParams(temperature=0.9, seed=1, max_tokens=MAX_TOKENS, structured_outputs=REGEX),
+    "json": SamplingParams(temperature=1.0, seed=2, max_tokens=MAX_TOKENS, structured_outputs=Constraint.json_object()),
+}
+PROMPT = "The capital of France is"
+
+
+def generate(num_ranks: int) -> dict[str, Completion]:
+    with LLM(dtype="float32", num_blocks=64, tensor_parallel_size=num_ranks) as llm:
+        answers = llm.generate([PROMPT] * len(PARAMS), list(PARAMS.values()), use_tqdm=False)
+        assert llm.check_integrity().violations == []
+    return dict(zip(PARAMS, answers, strict=True))
+
+
+def test_two_ranks_say_what_one_says() -> None:
+    alone, together = generate(1), generate(2)
+    for name in PARAMS:
+        assert together[name].token_ids == alone[name].token_ids, name
+    assert len(together["regex"].text) == 9
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_tokens_are_those_of_transformers(architecture: str) -> None:
+    directory = tiny_model_dir(architecture)
+    prompts = [prompt_of(length) for length in (1, 5, 33)]
+    with LLM(directory, block_size=4, num_blocks=128, max_num_batched_tokens=16, tensor_parallel_size=2) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        answers = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == reference_generate(directory, prompt, 12)
+
+
+def test_a_rank_that_is_killed_ends_the_engine() -> None:
+    with LLM(tiny_model_dir("llama"), num_blocks=128, tensor_parallel_size=2) as llm:
+        [_, second] = [each for each in psutil.Process().children() if "rank" in each.cmdline()[-1]]
+        second.suspend()
+        killed = time.monotonic() + 0.5
+
+        def kill(*_: object) -> None:
+            os.kill(second.pid, signal.SIGKILL)
+
+        signal.signal(signal.SIGALRM, kill)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
+            llm.generate([prompt_of(5)], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+        assert time.monotonic() - killed < 1
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        LLM(tiny_model_dir("gpt2"), tensor_parallel_size=2)
+    assert raised.value.param == "tensor_parallel_size"
