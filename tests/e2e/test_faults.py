@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 import psutil
+import pytest
 
 from common.demo_model import DEMO_MODEL_NAME
 from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster, running_cluster
@@ -101,14 +102,16 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
         cluster.check_integrity()
 
 
-async def test_a_killed_rank_costs_nobody_an_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("role", "num_prefill"), [("decode", 0), ("prefill", 1)])
+async def test_a_killed_rank_costs_nobody_an_answer(tmp_path: Path, role: str, num_prefill: int) -> None:
     config = tmp_path / "baton.yaml"
-    config.write_text("router: {decode_policy: round_robin}\ndecode: {tensor_parallel_size: 2}\n")
+    policies = "{decode_policy: round_robin, remote_prefill: prefer}"
+    config.write_text(f"router: {policies}\n{role}: {{tensor_parallel_size: 2}}\n")
     prompts, expected = prompts_and_answers()
-    with running_cluster("--prefill", "0", "--decode", "2", "--config", str(config)) as cluster:
+    with running_cluster("--prefill", str(num_prefill), "--decode", "2", "--config", str(config)) as cluster:
         streams = Streams(cluster, prompts[:8])
         await streams.until_started(4)
-        (engine,) = psutil.Process(cluster.pid_of("decode-0")).children()
+        (engine,) = psutil.Process(cluster.pid_of(f"{role}-0")).children()
         (rank,) = [each for each in engine.children() if each.cmdline()[-1] == "rank 1"]
         rank.kill()
         assert await streams.answers() == expected[:8]
