@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 import psutil
+import pytest
 
 from common.demo_model import DEMO_MODEL_NAME
 from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster, running_cluster
@@ -98,6 +99,25 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
             assert _metric(f"{cluster.url}/metrics", "baton_router_pod_ejections_total", "stall") == 1
         finally:
             engine.resume()
+        cluster.check_integrity()
+
+
+@pytest.mark.parametrize(("role", "num_prefill"), [("decode", 0), ("prefill", 1)])
+async def test_a_killed_rank_costs_nobody_an_answer(tmp_path: Path, role: str, num_prefill: int) -> None:
+    config = tmp_path / "baton.yaml"
+    policies = "{decode_policy: round_robin, remote_prefill: prefer}"
+    config.write_text(f"router: {policies}\n{role}: {{tensor_parallel_size: 2}}\n")
+    prompts, expected = prompts_and_answers()
+    with running_cluster("--prefill", str(num_prefill), "--decode", "2", "--config", str(config)) as cluster:
+        streams = Streams(cluster, prompts[:8])
+        await streams.until_started(4)
+        (engine,) = psutil.Process(cluster.pid_of(f"{role}-0")).children()
+        (rank,) = [each for each in engine.children() if each.cmdline()[-1] == "rank 1"]
+        rank.kill()
+        assert await streams.answers() == expected[:8]
+        await asyncio.to_thread(cluster.wait_line, lambda line: "rank 1 of 2 was ended by SIGKILL" in line, 5)
+        await asyncio.to_thread(cluster.wait_line, lambda line: "ready again" in line, 120)
+        assert await Streams(cluster, prompts[:4]).answers() == expected[:4]
         cluster.check_integrity()
 
 
