@@ -240,7 +240,8 @@ def _linear(operators: Operators, module: nn.Module) -> PerToken:
     local = operators.linear(cast("AnyLinear", _local(module)))
     if not isinstance(module, CollectedLinear):
         return local
-    return lambda inputs: module.collect(local(inputs))
+    collect = module.collect  # without the module, whose weights may be given up
+    return lambda inputs: collect(local(inputs))
 
 
 def _embedding(operators: Operators, module: nn.Module) -> Embed:

@@ -81,7 +81,7 @@ def load_model(
     with _quiet_transformers():
         found = _load_and_probe(_Source(directory, weight_files, config, device, quantized, ranks), group_layers)
     model, probed = found.model, found.probed
-    if quantized is not None:
+    if quantized is not None or ranks.size > 1:  # else weights that were given up are of mapped files
         _return_freed_memory()
     kv_groups = group_layers(probed)
     if ranks.size > 1:

@@ -49,6 +49,7 @@ def load_rank(
     _compute_buffers(model)
     with _WeightFiles(weight_files, conversions) as files:
         _fill(model, files, plan)
+    ranks.wait_for_all()
     for layer, part in plan.layers.items():
         _cut(model, layer, part, ranks)
     for layer in plan.experts:

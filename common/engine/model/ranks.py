@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from common.errors import EngineDeadError
 
+_LOAD_TIMEOUT = timedelta(hours=1)  # a driver ends ranks earlier that wait for one that is gone
 _LOOPBACK = "127.0.0.1"  # ranks of one host; nothing of theirs is seen on the network
 
 
@@ -29,6 +30,9 @@ class Ranks(Protocol):
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, [..., n] each of two or more dimensions, joined in the order of ranks to
         [..., size * n]."""
+
+    def wait_for_all(self) -> None:
+        """Returns when all ranks have called it, also if that takes minutes, as loading weights may."""
 
     def close(self) -> None:
         """Leaves the others. Idempotent."""
@@ -48,6 +52,9 @@ class OneRank:
         """See Ranks."""
         return tensor
 
+    def wait_for_all(self) -> None:
+        """See Ranks."""
+
     def close(self) -> None:
         """See Ranks."""
 
@@ -61,8 +68,10 @@ class GlooRanks:
         collective must end, too."""
         self.rank = rank
         self.size = size
+        self._store = store
+        self._num_waits = 0
         timeout = timedelta(seconds=timeout_s)
-        _meet(store, rank, size, timeout)
+        self._meet(timeout)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
         options._timeout = timeout  # noqa: SLF001
@@ -85,9 +94,25 @@ class GlooRanks:
         # [size * first, ..., n] -> [size, first, ..., n] -> [first, ..., size, n] -> [first, ..., size * n]
         return gathered.view(self.size, *tensor.shape).movedim(0, -2).flatten(-2)
 
+    def wait_for_all(self) -> None:
+        """See Ranks."""
+        self._meet(_LOAD_TIMEOUT)
+
     def close(self) -> None:
         """See Ranks."""
         self._group = None
+
+    def _meet(self, timeout: timedelta) -> None:
+        """At the store."""
+        self._num_waits += 1
+        keys = [f"{self._num_waits} {rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], "")
+        try:
+            self._store.wait(keys, timeout)
+        except RuntimeError as error:
+            missing = " and ".join(f"rank {rank}" for rank, key in enumerate(keys) if not self._store.check([key]))
+            seconds = f"{timeout.total_seconds():g} s"
+            raise EngineDeadError(f"{missing} of {self.size} did not join within {seconds}") from error
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -111,14 +136,3 @@ def together(ranks: Ranks) -> Iterator[None]:
         raise failure
     if num_failed:
         raise RuntimeError("it failed on another rank")
-
-
-def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
-    names = {f"rank {number}": number for number in range(size)}
-    store.set(f"rank {rank}", "")
-    try:
-        store.wait(list(names), timeout)
-    except RuntimeError as error:
-        missing = [name for name in names if not store.check([name])]
-        seconds = f"{timeout.total_seconds():g} s"
-        raise EngineDeadError(f"{' and '.join(missing)} of {size} did not join within {seconds}") from error

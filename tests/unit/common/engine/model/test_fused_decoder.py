@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +11,12 @@ from common.engine.devices.cpu import attention as cpu_attention
 from common.engine.devices.cpu import operators as cpu_operators
 from common.engine.devices.cpu.kernels.attention import Scores
 from common.engine.devices.cpu.operators import CpuOperators
-from common.engine.model.fused_decoder import can_fuse
+from common.engine.model.attention_hook import ATTENTION_NAME
+from common.engine.model.fused_decoder import can_fuse, fuse_decoder
 from common.engine.model.loader import load_model
+from common.engine.model.parallel_layers import CollectedLinear
+from common.engine.model.probe import probe_model
+from common.engine.model.ranks import OneRank
 from tests.tiny_models import TINY_MODELS, tiny_model_dir
 
 FUSED = {"llama", "qwen3", "mistral"}
@@ -28,6 +35,20 @@ def test_a_model_with_a_part_of_its_own_is_not_fused():
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
     model.model.layers[1].self_attn.scale = nn.Parameter(torch.ones(1))
     assert not can_fuse(model, CpuOperators())
+
+
+def test_ranks_give_up_the_weights_of_what_they_put_together():
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"), attn_implementation=ATTENTION_NAME)
+    layer = model.model.layers[1].mlp
+    layer.down_proj = CollectedLinear(layer.down_proj, lambda outputs: outputs)
+    part = weakref.ref(layer.down_proj)
+    del layer
+    operators = CpuOperators()
+    assert can_fuse(model, operators)
+    decoder = fuse_decoder(model, probe_model(model), operators, OneRank())
+    gc.collect()
+    assert part() is None
+    assert decoder
 
 
 def test_reference_kernels_leave_the_model_as_it_is():

@@ -62,6 +62,7 @@ def test_one_rank():
     ranks, tensor = OneRank(), torch.ones(2, 2)
     assert ranks.all_reduce(tensor) is tensor
     assert ranks.all_gather_last(tensor) is tensor
+    ranks.wait_for_all()
     ranks.close()
 
 
@@ -91,6 +92,16 @@ def test_a_rank_that_is_late_is_an_error(each):
             ranks.all_reduce(torch.ones(4))
 
     each(2, be_late, timeout_s=0.3)
+
+
+def test_a_rank_may_take_its_time_to_load(each):
+    def load(ranks):
+        for slow in range(2):
+            time.sleep(0.5 if ranks.rank == slow else 0)
+            ranks.wait_for_all()
+            ranks.all_reduce(torch.ones(4))
+
+    each(2, load, timeout_s=0.2)
 
 
 def test_what_fails_on_one_rank_fails_on_all(each):
