@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import tempfile
 import time
 from collections import deque
@@ -255,16 +256,18 @@ class StagedStore:
     def __init__(self, whole: WorkerConnector) -> None:
         """`whole`: see SplitConnector."""
         self._whole = whole
-        directory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-        descriptor, self.path = tempfile.mkstemp(prefix="baton-slots-", dir=directory)
-        os.close(descriptor)
+        directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
+        self.path = f"{directory}/baton-slots-{secrets.token_hex(16)}"
 
     def allocate(self, layout: KVLayout) -> None:
         """Reserves the memory of the slots, for the ranks to open. Raises ConfigError if there is too little."""
         num_bytes = slots_bytes(layout)
         try:
-            with open(self.path, "r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             problem = f"connector: ranks need {num_bytes >> 20} MiB in {os.path.dirname(self.path)}: {error}"
             raise ConfigError(problem, param="connector") from error

@@ -252,6 +252,7 @@ def test_the_file_of_the_slots_does_not_stay() -> None:
     layout = KVLayout(4, (KVGroupSpec((0,), 2, 8, 8, "bfloat16"),), 2)
     ranks = OpenConnector(Half(), ConnectorFacts())
     store = StagedStore(MemoryConnector(is_tier=True))
+    assert not os.path.exists(store.path)
     store.allocate(layout)
     assert os.stat(store.path).st_mode & 0o077 == 0
     opened = store.open(ranks, bytes(32), layout, lambda: None)
@@ -259,6 +260,7 @@ def test_the_file_of_the_slots_does_not_stay() -> None:
     assert not os.path.exists(store.path)
     store.close()
     never_opened = StagedStore(MemoryConnector())
+    never_opened.allocate(layout)
     never_opened.close()
     never_opened.close()
     assert not os.path.exists(never_opened.path)
