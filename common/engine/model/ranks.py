@@ -63,15 +63,17 @@ class GlooRanks:
     """See Ranks. Processes of one host over gloo, which meet at a store of torch.distributed, for instance a
     FileStore."""
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float = 30.0) -> None:
-        """Waits for the others. Raises EngineDeadError if they do not come within `timeout_s`, in which each
-        collective must end, too."""
+    def __init__(
+        self, store: Store, rank: int, size: int, *, timeout_s: float = 30.0, join_timeout_s: float = 60.0
+    ) -> None:
+        """Waits for the others. Raises EngineDeadError if they do not come within `join_timeout_s`: processes that
+        import much may start seconds apart. Each collective must end within `timeout_s`."""
         self.rank = rank
         self.size = size
         self._store = store
         self._num_waits = 0
         timeout = timedelta(seconds=timeout_s)
-        self._meet(timeout)
+        self._meet(timedelta(seconds=join_timeout_s))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
         options._timeout = timeout  # noqa: SLF001

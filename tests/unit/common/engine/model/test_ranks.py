@@ -68,7 +68,7 @@ def test_one_rank():
 
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(EngineDeadError, match=r"^rank 0 and rank 2 of 3 did not join within 0\.2 s$"):
-        GlooRanks(HashStore(), 1, 3, timeout_s=0.2)
+        GlooRanks(HashStore(), 1, 3, join_timeout_s=0.2)
 
 
 def test_a_rank_that_left_is_an_error_at_once(each):
