@@ -101,7 +101,7 @@ def _profile(
         num_threads=spec.num_threads,
         block_size=spec.block_size,
         num_blocks=spec.num_blocks,
-        kv_bytes_per_token=len(spec.layout.groups) * spec.bytes_per_block // spec.block_size,
+        kv_bytes_per_token=len(spec.layout.groups) * spec.bytes_per_whole_block // spec.block_size,
         max_model_len=spec.max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_num_seqs=scheduler.max_num_seqs,

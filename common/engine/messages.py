@@ -246,7 +246,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_num_batched_tokens: int
     device: str
     dtype: str
-    bytes_per_block: int
+    bytes_per_block: int  # on each rank
     is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
     connector_address: bytes = b""  # of a direct connector
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
@@ -261,6 +261,13 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def block_size(self) -> int:
         """Tokens per KV block."""
         return self.layout.block_size
+
+    @property
+    def bytes_per_whole_block(self) -> int:
+        """Bytes of a block with the KV heads of all ranks, each once."""
+        if self.layout.tensor_parallel_size == 1:
+            return self.bytes_per_block
+        return self.bytes_per_block // len(self.layout.heads_by_rank[0]) * self.layout.num_kv_heads
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -153,7 +153,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             num_generation_tokens=stats.num_generation_tokens,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
-            kv_bytes_saved=stats.saves.num_blocks * self._pod.spec.bytes_per_block,
-            kv_bytes_loaded=stats.loads.num_blocks * self._pod.spec.bytes_per_block,
+            kv_bytes_saved=stats.saves.num_blocks * self._pod.spec.bytes_per_whole_block,
+            kv_bytes_loaded=stats.loads.num_blocks * self._pod.spec.bytes_per_whole_block,
             phases=phase_seconds_to_pb(self._pod.stats.phases),
         )

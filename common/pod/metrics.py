@@ -114,7 +114,7 @@ class _EngineFigures(Collector):
         self._stats = stats
         self._model_name = config.model_name
         self._connector = config.connector or "none"
-        self._bytes_per_block = spec.bytes_per_block
+        self._bytes_per_block = spec.bytes_per_whole_block
         self._kernels_failed = spec.kernels_failed
 
     def collect(self) -> Iterator[Metric]:
