@@ -90,6 +90,13 @@ def test_all_at_once_equals_chunks(run):
         assert answer["tokens"] == expected_of(directory)
 
 
+@pytest.mark.parametrize("settings", [{}, {"cpu_kernels": "reference"}])
+def test_steps_without_logits(run, settings):
+    directory = tiny_model_dir("llama")
+    for answer in run(2, directory, prompts=PROMPTS[2:], settings=settings):
+        assert answer["tokens"] == expected_of(directory)[2:]
+
+
 def test_all_ranks_draw_the_same_tokens(run):
     sampling = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "presence_penalty": 0.3}
     one, other = run(2, tiny_model_dir("qwen3"), sampling=sampling)
