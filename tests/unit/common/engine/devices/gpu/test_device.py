@@ -14,9 +14,9 @@ from common.errors import ConfigError
     ("parallel", "rank", "chosen"),
     [
         (ParallelConfig(), 0, []),
-        (ParallelConfig(num_ranks=2), 1, [1]),
-        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 0, [3]),
-        (ParallelConfig(num_ranks=2, rank_devices=[3, 0]), 1, []),
+        (ParallelConfig(tensor_parallel_size=2), 1, [1]),
+        (ParallelConfig(tensor_parallel_size=2, rank_devices=[3, 0]), 0, [3]),
+        (ParallelConfig(tensor_parallel_size=2, rank_devices=[3, 0]), 1, []),
     ],
 )
 def test_a_rank_has_its_device(monkeypatch, parallel, rank, chosen):
