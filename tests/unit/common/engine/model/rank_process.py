@@ -115,7 +115,8 @@ def answer_to(job):
 
     try:
         store = FileStore(job["store"], job["size"])
-        ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=job.get("timeout_s", 20.0))
+        join_timeout_s = job.get("join_timeout_s", 60.0)
+        ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=20.0, join_timeout_s=join_timeout_s)
         with broken_kernels() if job.get("broken") == ranks.rank else contextlib.nullcontext():
             return generate(job, ranks)
     except BatonError as error:

@@ -264,7 +264,7 @@ def test_quantised_weights_are_refused(error_of):
 
 
 def test_a_rank_that_does_not_come_is_named(processes, tmp_path):
-    job = {"model": str(tiny_model_dir("llama")), "prompts": PROMPTS, "num_tokens": 1, "timeout_s": 0.5}
+    job = {"model": str(tiny_model_dir("llama")), "prompts": PROMPTS, "num_tokens": 1, "join_timeout_s": 0.5}
     answers = processes.answers(processes.submit(range(2), 4, tmp_path, **job))
     assert [answer["error"] for answer in answers] == ["EngineDeadError"] * 2
     assert answers[0]["message"] == "rank 2 and rank 3 of 4 did not join within 0.5 s"
