@@ -90,7 +90,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
     kv_cache_memory: Annotated[
-        PositiveInt | None, Meta(description="Bytes of KV cache; default: from measured free memory.")
+        PositiveInt | None, Meta(description="Bytes of KV cache, of each rank; default: from measured free memory.")
     ] = None
     memory_fraction: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,

@@ -110,6 +110,7 @@ class MultiprocExecutor:
         self._is_closed = False
         self._lock = threading.Lock()
         self._failure: Exception | None = None
+        self._has_failed = threading.Event()
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._start_answer: Decoder[StartAnswer] = Decoder(StartAnswer)
         self._step_answer: Decoder[StepAnswer] = Decoder(StepAnswer)
@@ -233,7 +234,16 @@ class MultiprocExecutor:
             news.own.limit_sends(self._timeout_s)
             calls.own.send(encode(launch))
             self._ranks.append(
-                _Rank(number, self._num_ranks, process, calls.own, news.own, self._fail, lambda: self._num_steps)
+                _Rank(
+                    number,
+                    self._num_ranks,
+                    process,
+                    calls.own,
+                    news.own,
+                    self._fail,
+                    self._has_failed,
+                    lambda: self._num_steps,
+                )
             )
 
     def _environment(self) -> dict[str, str]:
@@ -282,15 +292,14 @@ class MultiprocExecutor:
             if self._is_closed or self._failure is not None:
                 return
             self._failure = error
+        self._has_failed.set()
         for rank in self._ranks:
             rank.calls.shut_down()
         self._on_failure(error)
 
     def _cause(self) -> Exception:
         """Why a socket is closed, of which the rank's thread hears at the same time."""
-        due = time.monotonic() + _EXIT_TIMEOUT_S
-        while self._failure is None and time.monotonic() < due:
-            time.sleep(0.01)
+        self._has_failed.wait(_EXIT_TIMEOUT_S)
         return self._failure or EngineDeadError("a rank has closed its socket")
 
 
@@ -326,15 +335,18 @@ class _Rank:
         calls: Channel,
         news: Channel,
         on_failure: Callable[[Exception], None],
+        has_failed: threading.Event,
         num_steps: Callable[[], int],
     ) -> None:
-        """`on_failure` is called when the process fails or ends, also if it was told to end."""
+        """`on_failure` is called when the process fails or ends, also if it was told to end; `has_failed` is set once
+        any rank has."""
         self.calls = calls
         self.connector = RankConnector(news, num_steps)
         self.name = f"rank {number} of {num_ranks}"
         self._process = process
         self._news = news
         self._on_failure = on_failure
+        self._has_failed = has_failed
         self._thread = threading.Thread(target=self._listen, name=f"rank-{number}", daemon=True)
         self._thread.start()
 
@@ -372,7 +384,7 @@ class _Rank:
     def _describe(self, failed: EngineFailed) -> Exception:
         error = failed.to_error()
         if not isinstance(error, ConfigError):
-            time.sleep(_CAUSE_TIMEOUT_S)
+            self._has_failed.wait(_CAUSE_TIMEOUT_S)
         is_told = isinstance(error, ConfigError) or failed.kind == EngineDeadError.__name__
         return error if is_told else EngineDeadError(f"{self.name} failed: {failed.message}")
 
