@@ -13,6 +13,7 @@ from common.demo_model import demo_model_path
 from common.pb import inference_pb2, inference_pb2_grpc
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
+from router.discovery import Role
 from router.pods import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 
@@ -57,6 +58,10 @@ async def ask(cluster, model, **body):
 
 def model_of(cluster, name):
     return cluster.router.service.model(name)
+
+
+def states_of(cluster, name):
+    return [pod.state for pod in model_of(cluster, name).pods.of_role(Role.DECODE)]
 
 
 async def test_each_model_has_its_pods_its_template_and_its_defaults(cluster, tokenizer):
@@ -105,7 +110,7 @@ async def test_all_names_are_listed(cluster):
 async def test_a_models_pods_come_and_go(cluster):
     alpha, beta = cluster.decode
     await beta.stop()
-    await cluster.until(lambda: not model_of(cluster, "beta").pods.can_serve)
+    await cluster.until(lambda: PodState.DOWN in states_of(cluster, "beta"))
     refused = await ask(cluster, "beta")
     assert (refused.status_code, (await ask(cluster, "alpha")).status_code) == (503, 200)
     assert refused.json()["error"]["message"] == "no decode pod is ready: 1 down"
