@@ -197,10 +197,16 @@ class _Leaf(NamedTuple):
     help: str
     default: object  # msgspec.NODEFAULT: required
     topic: str  # heading of its group in the help
+    prefix: str = ""  # of its option
 
     @property
     def option(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.destination.replace("_", "-")
+
+    @property
+    def destination(self) -> str:
+        """Its attribute among parsed options."""
+        return f"{self.prefix}_{self.name}" if self.prefix else self.name
 
     @property
     def is_byte_size(self) -> bool:
@@ -275,14 +281,16 @@ def add_arguments(
     exclude: frozenset[str] = frozenset(),
     shown: Collection[str] | None = None,
     scope: str = "",
+    prefix: str = "",
 ) -> None:
     """Adds one option per setting of `struct_type` to `parser`, except for the field names in `exclude`.
 
     Help has a group for each topic, with `scope` before its heading, and describes the settings in `shown` only, if
-    that is given. Parsing keeps the text (None: not given); `build` converts and checks it.
+    that is given. Parsing keeps the text (None: not given); `build` converts and checks it. With a `prefix`, the
+    options are --<prefix>-<setting>.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for leaf in _leaves(struct_type, exclude):
+    for leaf in _leaves(struct_type, exclude, prefix):
         if leaf.topic not in groups:
             groups[leaf.topic] = parser.add_argument_group(scope + leaf.topic)
         text = _help(leaf) if shown is None or leaf.name in shown else argparse.SUPPRESS
@@ -305,22 +313,25 @@ def build(
     section: Mapping[str, object] | None = None,
     *,
     exclude: frozenset[str] = frozenset(),
+    prefix: str = "",
 ) -> T:
-    """A `struct_type` from parsed options, else the YAML section, else defaults.
+    """A `struct_type` from parsed options, those with this prefix, else the YAML section, else defaults.
 
     Raises ConfigError that names the setting if a value is invalid, a required one is missing or a key is unknown.
     """
     where = section if isinstance(section, Section) else Section(section or {})
     where.check_names(field_names(struct_type, exclude=exclude))
     values: dict[str, object] = {}
-    names: dict[str, str] = {}  # option -> name in error messages, for settings from YAML
-    for leaf in _leaves(struct_type, exclude):
-        given = getattr(args, leaf.name, None)
+    names: dict[str, str] = {}  # option without prefix -> name in error messages
+    for leaf in _leaves(struct_type, exclude, prefix):
+        option = leaf._replace(prefix="").option
+        names[option] = leaf.option
+        given = getattr(args, leaf.destination, None)
         if given is not None:
             values[leaf.name] = convert(given, leaf.type, Setting(leaf.option, leaf.is_byte_size))
         elif leaf.name in where:
-            names[leaf.option] = where.name_of(leaf.name)
-            values[leaf.name] = convert(where[leaf.name], leaf.type, Setting(names[leaf.option], leaf.is_byte_size))
+            names[option] = where.name_of(leaf.name)
+            values[leaf.name] = convert(where[leaf.name], leaf.type, Setting(names[option], leaf.is_byte_size))
         elif leaf.default is msgspec.NODEFAULT:
             raise ConfigError(f"{leaf.option}: required", param=leaf.name)
     try:
@@ -370,14 +381,20 @@ def to_arguments(settings: msgspec.Struct, *, exclude: frozenset[str] = frozense
 
 
 def given_arguments(
-    struct_type: type[msgspec.Struct], args: argparse.Namespace, *, exclude: frozenset[str] = frozenset()
+    struct_type: type[msgspec.Struct],
+    args: argparse.Namespace,
+    *,
+    exclude: frozenset[str] = frozenset(),
+    prefix: str = "",
 ) -> list[str]:
-    """The options of `struct_type` that were given, for another process. Raises ConfigError for an invalid value."""
+    """The options of `struct_type` that were given, with this prefix, for another process, which has them without.
+    Raises ConfigError for an invalid value."""
     arguments: list[str] = []
-    for leaf in _leaves(struct_type, exclude):
-        given = getattr(args, leaf.name, None)
+    for leaf in _leaves(struct_type, exclude, prefix):
+        given = getattr(args, leaf.destination, None)
         if given is not None:
-            arguments += _words(leaf, convert(given, leaf.type, Setting(leaf.option, leaf.is_byte_size)))
+            value = convert(given, leaf.type, Setting(leaf.option, leaf.is_byte_size))
+            arguments += _words(leaf._replace(prefix=""), value)
     return arguments
 
 
@@ -401,10 +418,10 @@ def report_config_error(error: ConfigError) -> int:
 # --- struct -> settings ---
 
 
-def _leaves(struct_type: type[msgspec.Struct], exclude: frozenset[str]) -> list[_Leaf]:
+def _leaves(struct_type: type[msgspec.Struct], exclude: frozenset[str], prefix: str = "") -> list[_Leaf]:
     described = mi.type_info(struct_type)
     assert isinstance(described, mi.StructType)
-    leaves = list(_walk(described, msgspec.NODEFAULT, exclude))
+    leaves = [leaf._replace(prefix=prefix) for leaf in _walk(described, msgspec.NODEFAULT, exclude)]
     names = [leaf.name for leaf in leaves]
     if twice := {name for name in names if names.count(name) > 1}:
         raise TypeError(f"{struct_type.__name__}: settings are not unique: {', '.join(sorted(twice))}")

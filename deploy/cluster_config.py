@@ -6,6 +6,7 @@ Some the cluster decides, such as ports of pods; they are refused, with the sett
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from common.config import (
     given_arguments,
     load_yaml,
 )
-from common.engine.config import EngineConfig
+from common.engine.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError
 from common.observability.logging import LogFormat, LogLevel
 from decode_service.config import DecodeConfig
@@ -73,7 +74,6 @@ _PROCESSES: dict[str, type[msgspec.Struct]] = {"router": RouterConfig, "prefill"
 _PASSED_EVERYDAY = frozenset({"prefill_policy", "decode_policy", "remote_prefill", "max_inflight", "api_keys_file"})
 _FOREIGN_OPTIONS = {  # of other servers, which people try
     "--gpu-memory-utilization": "unknown option; --memory-fraction is the share of free memory for the KV cache",
-    "--tensor-parallel-size": "unknown option; a pod runs on one device, see --prefill and --decode",
     "--api-key": "unknown option; keys are listed in the file of --api-keys-file, see `baton keys`",
     "--daemon": "unknown option; did you mean --detach?",
 }
@@ -84,6 +84,7 @@ EXAMPLES = (
     "baton up --models qwen=Qwen/Qwen3-0.6B --models llama=/models/llama",
     "baton up --prefill 0 --max-num-seqs 64         # colocated",
     "baton up --remote-prefill prefer --connector redis",
+    "baton up --prefill-tensor-parallel-size 2      # two ranks in each prefill pod",
     "baton up --config baton.yaml                   # sections cluster, prefill, decode, router",
 )
 EXIT_CODES = {
@@ -237,7 +238,8 @@ class ClusterCommand(msgspec.Struct, frozen=True):
 
     config: ClusterConfig
     config_file: Path | None
-    passed: dict[str, list[str]]  # role -> options of its processes that the cluster itself does not have
+    passed: dict[str, list[str]]  # role -> options of its processes alone
+    parallel: dict[str, ParallelConfig]  # by role of pods
     model_sources: list[ModelSource]
     is_detached: bool
     is_dry_run: bool
@@ -272,7 +274,8 @@ def parse_cluster(argv: Sequence[str] | None) -> ClusterCommand:
     return ClusterCommand(
         config=config,
         config_file=Path(args.config).resolve() if args.config else None,
-        passed={role: given_arguments(kind, args, exclude=_not_passed(role)) for role, kind in _PROCESSES.items()},
+        passed={role: _passed(role, args) for role in _PROCESSES},
+        parallel={role: _parallel(role, args, config, document) for role in POD_ROLES},
         model_sources=_model_sources(config, document),
         is_detached=args.detach,
         is_dry_run=args.dry_run,
@@ -330,6 +333,26 @@ def _add_passed(parser: ArgumentParser, shown: frozenset[str] | None) -> None:
         exclude = _not_passed(role) | added | others
         add_arguments(parser, kind, exclude=exclude, shown=shown, scope=scope)
         added |= set(field_names(kind, exclude=exclude))
+    for role in POD_ROLES:
+        scope = f"{role.capitalize()} pods, instead of what all have: "
+        add_arguments(parser, ParallelConfig, shown=shown, scope=scope, prefix=role)
+
+
+def _passed(role: str, args: argparse.Namespace) -> list[str]:
+    options = given_arguments(_PROCESSES[role], args, exclude=_not_passed(role))
+    return [*options, *given_arguments(ParallelConfig, args, prefix=role)] if role in POD_ROLES else options
+
+
+def _parallel(role: str, args: argparse.Namespace, config: ClusterConfig, document: Section) -> ParallelConfig:
+    """What pods of this role will have, each setting from where they take it: an option of the role, else of the
+    cluster, else the role's section. Raises ConfigError."""
+    names = field_names(ParallelConfig)
+    section = document.section(role)
+    own = Section({name: section[name] for name in names if name in section}, source=section.source, path=role)
+    default = ParallelConfig()
+    of_all = {name: getattr(config.engine.parallel, name) for name in names}
+    given = {name: value for name, value in of_all.items() if value != getattr(default, name)}
+    return build(ParallelConfig, args, Section(given, path="cluster").over(own), prefix=role)
 
 
 def _not_passed(role: str) -> frozenset[str]:

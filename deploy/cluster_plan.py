@@ -14,6 +14,7 @@ import yaml
 
 from common.config import to_arguments
 from common.cores import num_usable_cores
+from common.engine.config import ParallelConfig
 from common.errors import ConfigError
 from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
 from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ClusterModel
@@ -28,6 +29,7 @@ from router.security.keys import digest_of
 
 EXAMPLE_PROMPT = "The capital of France is"
 _NOTHING_PASSED: Mapping[str, Sequence[str]] = {}
+_AS_ALL: Mapping[str, ParallelConfig] = {}
 
 
 class ClusterPlan(msgspec.Struct, frozen=True):
@@ -73,31 +75,41 @@ def plan_cluster(
     config_file: Path | None = None,
     passed: Mapping[str, Sequence[str]] = _NOTHING_PASSED,
     base_env: Mapping[str, str] = os.environ,
+    parallel: Mapping[str, ParallelConfig] = _AS_ALL,
 ) -> ClusterPlan:
     """Commands, ports and environment of every process. Raises ConfigError for a connector that cannot join them.
 
-    `passed` are further options of the processes by role.
+    By role: `passed` are further options of the processes, which win over those of the cluster; `parallel` is what pods
+    have if it is not the cluster's.
     """
     planned = _planned_pods(config)
-    env = pod_environment(base_env, len(planned))
+    env = pod_environment(base_env, sum(parallel.get(pod.role, config.engine.parallel).num_ranks for pod in planned))
     redis_port, *ports = pick_ports(LOOPBACK, 1 + len(planned))
     needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
     common = ["--log-level", config.log_level, "--log-format", config.log_format]
     if config_file is not None:
         common += ["--config", str(config_file)]
-    pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *to_arguments(config.engine), *connector.pod_options]
+    engine_options = to_arguments(config.engine)
+    pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *connector.pod_options]
     metrics_ports = _metrics_ports(config, [pod.name for pod in planned])
     pods: list[PodSpec] = []
     for pod, pod_port in zip(planned, ports, strict=True):
         own = _own_options(pod, pod_port, metrics_ports.get(pod.name), config, scratch)
-        options = [*own, *pod_options, *passed.get(pod.role, ()), *common]
+        of_role = passed.get(pod.role, ())
+        options = [*own, *_without(engine_options, of_role), *pod_options, *of_role, *common]
         spec = _spec(pod.name, pod.role, f"{LOOPBACK}:{pod_port}", options, env)
         pods.append(spec._replace(model=pod.model.name) if config.models else spec)
     router_options = _router_options(config, port, grpc_port, pods, scratch)
     router_address = f"{base_url(reachable(config.host), port)} grpc :{grpc_port}"
     router = _spec("router", "router", router_address, [*router_options, *passed.get("router", ()), *common], env)
     return ClusterPlan(pods, router, connector.stores, connector.files, connector.shared_store, metrics_ports)
+
+
+def _without(options: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Those of the options that `others` do not have."""
+    names = {word.partition("=")[0] for word in others}
+    return [word for word in options if word.partition("=")[0] not in names]
 
 
 class _PlannedPod(NamedTuple):
@@ -243,12 +255,13 @@ def _spec(name: str, role: str, address: str, options: Sequence[str], env: Mappi
 _BRIEF_SPIN = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "100000"}
 
 
-def pod_environment(base: Mapping[str, str], num_engines: int) -> dict[str, str]:
-    """`base` with the cores shared out among the engines, unless it says otherwise, and this code importable."""
+def pod_environment(base: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """`base` with the cores shared out among the ranks of all pods, unless it says otherwise, and this code
+    importable."""
     num_cores = num_usable_cores()
-    threads = base.get("OMP_NUM_THREADS", "") or str(max(1, num_cores // num_engines))
+    threads = base.get("OMP_NUM_THREADS", "") or str(max(1, num_cores // num_ranks))
     env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    if threads.isdecimal() and int(threads) * num_engines <= num_cores:  # else they would spin on each other's cores
+    if threads.isdecimal() and int(threads) * num_ranks <= num_cores:  # else they would spin on each other's cores
         env |= _BRIEF_SPIN
     return env | importable(base)
 

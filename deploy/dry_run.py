@@ -30,7 +30,9 @@ def print_plan(command: ClusterCommand) -> int:
     config = command.config
     port, grpc_port = public_ports(config)
     with scratch_directory() as scratch:
-        plan = plan_cluster(config, port, grpc_port, scratch, command.config_file, command.passed, os.environ)
+        plan = plan_cluster(
+            config, port, grpc_port, scratch, command.config_file, command.passed, os.environ, command.parallel
+        )
     settings = msgspec.structs.asdict(msgspec.structs.replace(config, port=port, grpc_port=grpc_port))
     engine = msgspec.to_builtins(settings.pop("engine"))
     parts = ["# Settings of the cluster", _yaml({"cluster": msgspec.to_builtins(settings) | _flat(engine)})]

@@ -103,7 +103,9 @@ class LocalCluster:
         self._url = base_url(reachable(config.host), port)
         grpc_address = joined(reachable(config.host), grpc_port)
         self._port = port
-        plan = plan_cluster(config, port, grpc_port, scratch, command.config_file, command.passed, env)
+        plan = plan_cluster(
+            config, port, grpc_port, scratch, command.config_file, command.passed, env, command.parallel
+        )
         for file, text in plan.files.items():
             write_private(file, text)
         self._targets_file = scratch / "prometheus-targets.json"

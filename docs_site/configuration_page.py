@@ -60,8 +60,9 @@ _TEXTS = {
     "decode": "Decode pods also have:",
     "cluster": (
         "`baton up`, or the section `cluster` of its file. `baton up` also takes the settings of [pods](#pods), which\n"
-        "it gives to every pod, and those of the [router](#router). It chooses the addresses and certificates of its\n"
-        "processes itself."
+        "it gives to every pod, and those of the [router](#router). Settings of ranks, as `tensor_parallel_size`,\n"
+        "may be those of one role: `--prefill-tensor-parallel-size`, `--decode-tensor-parallel-size`. It chooses the\n"
+        "addresses and certificates of its processes itself."
     ),
 }
 _CONNECTORS = """\

@@ -81,7 +81,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Installed logits processors to load, by entry point of baton.logits_processors, in order."),
     ] = []
     num_threads: Annotated[
-        PositiveInt | None, Meta(description="CPU threads of the forward pass; default: torch's.")
+        PositiveInt | None, Meta(description="CPU threads of the forward pass, of each rank; default: torch's.")
     ] = None
 
 
@@ -154,6 +154,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def executor_name(self) -> str:
         """What runs the model: an executor of several ranks where there are some."""
         return "multiproc" if self.executor == "inproc" and self.tensor_parallel_size > 1 else self.executor
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size
 
     def device_of(self, rank: int) -> int:
         """Number of the GPU of this rank."""

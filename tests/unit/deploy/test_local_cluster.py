@@ -330,6 +330,45 @@ def test_options_of_processes_reach_those_that_have_them(tmp_path: Path) -> None
     assert (received.handoff_queue_timeout_s, received.kv_failure_policy) == (9, "fail")
 
 
+def planned_of(tmp_path: Path, options: str, file: str = "") -> ClusterPlan:
+    config = tmp_path / "baton.yaml"
+    config.write_text(file)
+    command = parse_cluster(["--config", str(config), *options.split()])
+    passed, parallel = command.passed, command.parallel
+    return plan_cluster(command.config, 8000, 9000, tmp_path, config, passed, {}, parallel)
+
+
+@pytest.mark.parametrize(
+    ("options", "file", "num_ranks", "num_threads"),
+    [
+        ("", "", (1, 1), 4),
+        ("--tensor-parallel-size 2", "", (2, 2), 2),
+        ("--prefill-tensor-parallel-size 3", "", (3, 1), 2),
+        ("--tensor-parallel-size 2 --decode-tensor-parallel-size 1", "", (2, 1), 2),
+        ("", "decode: {tensor_parallel_size: 7}", (1, 7), 1),
+        ("--decode-tensor-parallel-size 1", "decode: {tensor_parallel_size: 7}", (1, 1), 4),
+        ("", "cluster: {tensor_parallel_size: 3}\ndecode: {tensor_parallel_size: 7}", (3, 3), 1),
+    ],
+)
+def test_ranks_of_all_pods_or_of_those_of_a_role(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    file: str,
+    num_ranks: tuple[int, int],
+    num_threads: int,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    planned = planned_of(tmp_path, options, file)
+    assert tuple(pod.parallel.num_ranks for pod in pod_configs(planned, tmp_path)) == num_ranks
+    assert {pod.env["OMP_NUM_THREADS"] for pod in planned.pods} == {str(num_threads)}
+
+
+def test_devices_of_a_roles_ranks_replace_those_of_all(tmp_path: Path) -> None:
+    planned = planned_of(tmp_path, "--tensor-parallel-size 2 --rank-devices 0,1 --decode-rank-devices 2,3")
+    assert [pod.parallel.rank_devices for pod in pod_configs(planned, tmp_path)] == [[0, 1], [2, 3]]
+
+
 def test_every_setting_is_an_option_of_up_or_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_cluster(["--help-all"])
@@ -357,6 +396,15 @@ def test_every_setting_is_an_option_of_up_or_told_where_it_goes(capsys: pytest.C
         (["a/b", "--models", "x=c/d"], "--models and --model exclude each other"),
         (["--served-model-name", "y", "--models", "x=c/d"], "--models and --served-model-name exclude each other"),
         (["--models", "x" * 300 + "=c/d"], "--models: names must have 1 to "),
+        (["--decode-tensor-parallel-size", "0"], "--decode-tensor-parallel-size: must be >= 1, got 0"),
+        (
+            ["--decode-rank-devices", "0,1"],
+            "--decode-rank-devices: 2 devices, but --decode-tensor-parallel-size is 1",
+        ),
+        (
+            ["--tensor-parallel-size", "2", "--rank-devices", "0,1", "--prefill-tensor-parallel-size", "4"],
+            "cluster.rank_devices: 2 devices, but --prefill-tensor-parallel-size is 4",
+        ),
         (["--metrics-port", "65535"], "--metrics-port: 2 pods need a port each from 65535 on"),
     ],
 )
