@@ -13,7 +13,6 @@ from common.demo_model import demo_model_path
 from common.pb import inference_pb2, inference_pb2_grpc
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
-from router.discovery import Role
 from router.pods import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 
@@ -61,7 +60,7 @@ def model_of(cluster, name):
 
 
 def states_of(cluster, name):
-    return [pod.state for pod in model_of(cluster, name).pods.of_role(Role.DECODE)]
+    return [pod.state for pod in model_of(cluster, name).pods.of_role("decode")]
 
 
 async def test_each_model_has_its_pods_its_template_and_its_defaults(cluster, tokenizer):
