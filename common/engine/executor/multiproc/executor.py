@@ -3,7 +3,7 @@
 1. `load_model` starts a process for each rank. Each call of the start goes to all of them at once, and their answers
    are joined: they must be the same, but for what is a rank's own.
 2. `submit` writes the step to a ring, which all ranks read; the first of them answers. Each rank samples all tokens, so
-   that none has to be told any.
+   that none has to be told any, and the next step may be submitted before. Answers come in the order of the steps.
 3. Transfers and their results travel on another socket of each rank, on which a thread listens. So it sees at once,
    also between steps, that a rank has ended. Then, or when a rank fails or takes too long, the engine ends.
 4. `close` ends the processes. They also end when this process is gone, however it ended.
@@ -90,7 +90,7 @@ _Answer = TypeVar("_Answer", Loaded, Done, Opened)
 class MultiprocExecutor:
     """See Executor."""
 
-    runs_ahead = False
+    runs_ahead = True  # ranks know the tokens of a step when they come to the next
     num_failed_recordings = 0  # nothing is recorded over several ranks
 
     def __init__(self, config: EngineConfig, factory: str = WORKER) -> None:
@@ -179,7 +179,7 @@ class MultiprocExecutor:
         return _Running(self, masks) if step.num_scheduled_tokens else FinishedStep(ModelRunnerOutput())
 
     def finish(self, masks: MaskSource) -> ModelRunnerOutput:
-        """Waits for the results of the step that was submitted. Called once for each that computes something."""
+        """Waits for the results of the first step that has none yet. Called once for each that computes something."""
         while True:
             match self._step_answer(self._receive(self._ranks[0])):
                 case StepDone(output):

@@ -20,9 +20,10 @@ import shutil
 import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +94,11 @@ RankWorkerFactory = Callable[[EngineConfig, int, str], RankWorker]
 """(config, rank, rendezvous) -> worker; see RankLaunch. Raises ConfigError for settings that do not fit."""
 
 
+class _Message(NamedTuple):
+    encoded: bytes | bytearray
+    decoded: ToRanks
+
+
 class RankProcess:
     """Serves the driver on the main thread."""
 
@@ -104,6 +110,7 @@ class RankProcess:
         self._digests = RankDigests(launch.digests, launch.rank, launch.config.parallel.tensor_parallel_size)
         self._decode: Decoder[ToRanks] = Decoder(ToRanks)
         self._constrained: set[RequestId] = set()  # live requests with a grammar
+        self._ahead: deque[_Message] = deque()  # steps that came before the masks of the one that runs
 
     def run(self) -> None:
         """Serves until the driver closes this rank."""
@@ -121,11 +128,11 @@ class RankProcess:
     def _serve(self, worker: RankWorker) -> None:
         """Serves to the end of the start, or to the end."""
         while True:
-            message = self._ring.read()
-            match self._decode(message):
+            message = self._ahead.popleft() if self._ahead else self._read()
+            match message.decoded:
                 case Step(step):
                     result = encode(StepDone(self._run_step(worker, step)))
-                    self._digests.end_step(message, result)
+                    self._digests.end_step(message.encoded, result)
                     if step.num_scheduled_tokens:
                         self._transfers.end_step()
                         if self._launch.rank == 0:
@@ -151,10 +158,15 @@ class RankProcess:
         """See MaskSource."""
         if self._launch.rank == 0:
             self._calls.send(encode(WantMasks(list(request_ids), lengths.tolist())))
-        masks = self._decode(self._ring.read())
-        if not isinstance(masks, Masks):
+        while isinstance((message := self._read()).decoded, Step):
+            self._ahead.append(message)
+        if not isinstance(message.decoded, Masks):
             raise EOFError("the driver ends in a step")
-        return masks.to_batch()
+        return message.decoded.to_batch()
+
+    def _read(self) -> _Message:
+        message = self._ring.read()
+        return _Message(message, self._decode(message))
 
     def _without_compiler(self) -> contextlib.AbstractContextManager[None]:
         if self._launch.factory != WORKER:

@@ -128,6 +128,15 @@ def test_a_step_larger_than_a_slot() -> None:
         assert len(run(executor, step())) == 1
 
 
+def test_steps_in_flight_are_answered_in_order() -> None:
+    with started() as executor:
+        running = [executor.submit(step([1, 2, 3], 3, [1, 2]), no_masks)]
+        running += [executor.submit(step(), no_masks) for _ in range(4)]
+        outcomes = [each.result().outcomes[R] for each in running]
+    tokens = [token.token_id for outcome in outcomes if isinstance(outcome, list) for token in outcome]
+    assert tokens == expected_tokens([1, 2, 3], 5)
+
+
 # -- ranks that end ---------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +273,20 @@ def test_all_ranks_get_the_masks_of_a_step(caplog: pytest.LogCaptureFixture) -> 
     by_rank = [[text for who, _, text in lines if who == f"rank {rank} of 2"] for rank in range(2)]
     assert len(by_rank[0]) == 4
     assert by_rank[0] == by_rank[1]
+
+
+def test_a_step_gets_its_masks_with_others_in_flight() -> None:
+    def source(request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks:
+        numbers.append(len(numbers))
+        return BatchMasks([0], np.array([numbers[-1:]], dtype=np.int32), {})
+
+    numbers: list[int] = []
+    constrained = SamplingParams(structured_outputs=Constraint.json_object())
+    with started(name=factory("create_masked")) as executor:
+        running = [executor.submit(step([1, 2], 2, [1], sampling=constrained), source)]
+        running += [executor.submit(step(), source) for _ in range(3)]
+        for number, each in enumerate(running):
+            assert each.result().outcomes == {R: [SampledToken(number)]}
 
 
 # -- transfers --------------------------------------------------------------------------------------------------------
