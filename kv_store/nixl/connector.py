@@ -16,8 +16,8 @@ The life of a save:
 A load moves nothing: the verifying thread compares the digest of each block with the producer's.
 
 Digests read all bytes again on either side, as fast as memory provides them; a cheaper checksum would be no faster. So
-a long run of blocks comes as several saves, of `_PART_BYTES` each: while one is written, the digests of the one before
-are compared.
+a long run of blocks comes as several saves, of `_PART_BYTES` each over all ranks: while one is written, the digests of
+the one before are compared.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class NixlWorkerConnector:
             is_direct=True,
             address=encode_address(address.encode()),
             max_write_s=self._options.timeout_s,
-            part_blocks=max(1, _PART_BYTES // block.payload_bytes),
+            part_blocks=max(1, _PART_BYTES // (layout.num_kv_heads * shard.slab.head_bytes)),
         )
 
     def split(self) -> SplitConnector:
