@@ -288,8 +288,10 @@ class EngineCore:
         return stats if self._port is None else self._actor.figures(self._port.figures(stats))
 
     def check_integrity(self) -> IntegrityReport:
-        """Checks the engine's invariants."""
-        return msgspec.structs.replace(self._scheduler.check_integrity(), num_transfers=self._num_transfers)
+        """Checks the engine's invariants, on all ranks."""
+        report = self._scheduler.check_integrity()
+        violations = report.violations + self._executor.check(self._scheduler.known_requests)
+        return msgspec.structs.replace(report, violations=violations, num_transfers=self._num_transfers)
 
     @property
     def _num_transfers(self) -> int:

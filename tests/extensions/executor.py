@@ -1,7 +1,5 @@
 """An executor as someone outside the project would add it: a worker on a thread of its own, to which bytes go.
-
---executor tests.extensions.executor:ThreadExecutor
-"""
+Use: --executor tests.extensions.executor:ThreadExecutor"""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
@@ -62,6 +61,9 @@ class ThreadExecutor:
         answer = msgspec.msgpack.encode(self._worker.submit(step, masks).result())
         num_bytes += len(encoded) + len(answer)
         return answer
+
+    def check(self, known: KnownRequests) -> list[str]:
+        return self._thread.submit(self._worker.check, known).result()
 
     def close(self) -> None:
         self._thread.shutdown()

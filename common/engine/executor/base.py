@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import RunningStep, SchedulerOutput
@@ -14,7 +15,8 @@ from common.engine.phases import PhaseClock
 
 class Executor(Protocol):
     """Owns the workers. Called by EngineCore on its one thread, in this order: `share_phases`, `watch`,
-    `load_model`, `initialize_kv_cache`, `open_connector`, `measure_steps`, `submit` once per step, `close`."""
+    `load_model`, `initialize_kv_cache`, `open_connector`, `measure_steps`, `submit` once per step and
+    `check` between two, `close`."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -50,6 +52,10 @@ class Executor(Protocol):
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """Begins one step: removes dropped requests, runs the forward pass, samples with `masks`."""
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """Violations, one line each: every worker has the requests and blocks that the steps so far gave it, and what
+        lies between workers and their connector has an owner. Called between steps, after `measure_steps`."""
 
     def close(self) -> None:
         """Releases everything, the connector included. Idempotent; safe after a partial start."""

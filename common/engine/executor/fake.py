@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout, MappedPart, map_layouts
 from common.engine.contract.masks import MaskSource
@@ -385,6 +386,12 @@ class FakeExecutor:
         if any(other != answer for other in others):
             raise RuntimeError(f"the ranks' answers differ: {answer} and {others}")
         return answer
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """See Executor."""
+        by_rank = enumerate(worker.check(known) for worker in self._workers)
+        of_ranks = [f"rank {rank} of {len(self._workers)}: {line}" for rank, lines in by_rank for line in lines]
+        return of_ranks if self._staged is None else of_ranks + self._staged.violations()
 
     def close(self) -> None:
         """Release the connectors."""

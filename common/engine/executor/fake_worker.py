@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput, accepted
@@ -45,6 +46,9 @@ class Worker(Protocol):
 
     def sample(self, sums: Sums) -> ModelRunnerOutput:
         """Takes the sums over all ranks, and goes back to what holds of drafts; the same on each of them."""
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """See Executor."""
 
 
 class FakeWorker:
@@ -99,6 +103,10 @@ class FakeWorker:
             request.token_ids[len(request.token_ids) - len(drafts) :] = [token.token_id for token in tokens]
             request.num_computed_tokens = len(request.token_ids) - 1
         return ModelRunnerOutput(outcomes, drafts=self._propose(list(outcomes)))
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """See Worker."""
+        return known.violations({each: request.block_tables for each, request in self._requests.items()})
 
     def _token_of(self, total: int, sampling: SamplingParams) -> SampledToken:
         token_id = token_of(total, sampling, self._facts.vocab_size)
@@ -205,6 +213,10 @@ class EncodedWorker:
     def sample(self, sums: Sums) -> ModelRunnerOutput:
         """See Worker."""
         return _sent(self._worker.sample(_sent(sums, Sums)))
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """See Worker."""
+        return self._worker.check(_sent(known))
 
 
 class EncodedConnector:

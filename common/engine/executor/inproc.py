@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import RunningStep, SchedulerOutput
@@ -59,6 +60,10 @@ class InprocExecutor:
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor."""
         return self._worker.submit(step, masks)
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """See Executor."""
+        return self._worker.check(known)
 
     def close(self) -> None:
         """See Executor."""

@@ -18,8 +18,9 @@ import itertools
 import os
 import secrets
 import tempfile
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -117,6 +118,8 @@ class StagedConnector:
         self._is_direct = ranks.facts.is_direct
         self._block_size = block_size
         self._on_settled = on_settled
+        self._lock = threading.Lock()  # guards all below, for who checks them
+        self._num_slots = num_slots
         self._free = list(range(num_slots))
         self._batch_size = num_slots // 2
         self._ids = itertools.count(-1, -1)  # of batches; jobs have positive ones
@@ -145,34 +148,50 @@ class StagedConnector:
 
     def cancel(self, job_id: int) -> None:
         """See Connector."""
-        job = self._jobs.get(job_id)
-        for each in (job_id,) if job is None else tuple(job.running):
-            self._whole.cancel(each)
-            self._ranks.cancel(each)
+        with self._lock:
+            job = self._jobs.get(job_id)
+            for each in (job_id,) if job is None else tuple(job.running):
+                self._whole.cancel(each)
+                self._ranks.cancel(each)
+            if job is not None:
+                job.is_cancelled, job.error = True, job.error or TransferCancelledError.reason
+                self._settle_if_over(job)
         if job is not None:
-            job.is_cancelled, job.error = True, job.error or TransferCancelledError.reason
-            self._settle_if_over(job)
             self._tell()
 
     def poll(self) -> list[TransferResult]:
         """See Connector."""
-        for connector in (self._whole, self._ranks):
-            for result in connector.poll():
-                batch = self._running.pop(result.job_id, None)
-                if batch is None:
-                    self._settled.append(result)
-                else:
-                    self._advance(batch, result)
-        self._begin_batches()
-        settled, self._settled = self._settled, []
+        with self._lock:
+            for connector in (self._whole, self._ranks):
+                for result in connector.poll():
+                    batch = self._running.pop(result.job_id, None)
+                    if batch is None:
+                        self._settled.append(result)
+                    else:
+                        self._advance(batch, result)
+            self._begin_batches()
+            settled, self._settled = self._settled, []
         return settled
+
+    def violations(self) -> list[str]:
+        """Slots that are not either free or of one batch whose job lives, one line each. May be called from any
+        thread."""
+        with self._lock:
+            running = [*self._running.values()]
+            owners = Counter(self._free) + Counter(slot for batch in running for slot in batch.slots)
+            ended = [batch for batch in running if self._jobs.get(batch.job.transfer.job_id) is not batch.job]
+            return [
+                *(f"slot {slot} has {owners[slot]} owners" for slot in range(self._num_slots) if owners[slot] != 1),
+                *(f"slots {batch.slots} are of job {batch.job.transfer.job_id}, which has settled" for batch in ended),
+            ]
 
     def _submit(self, transfer: BlockTransfer, *, is_load: bool) -> None:
         job = _Job(transfer, is_load, time.monotonic() + _MAX_WAIT_S)
-        self._jobs[transfer.job_id] = job
-        self._queued[job.urgency].append(job)
-        self._settle_if_over(job)
-        self._begin_batches()
+        with self._lock:
+            self._jobs[transfer.job_id] = job
+            self._queued[job.urgency].append(job)
+            self._settle_if_over(job)
+            self._begin_batches()
         self._tell()
 
     def _tell(self) -> None:
@@ -256,6 +275,7 @@ class StagedStore:
     def __init__(self, whole: WorkerConnector) -> None:
         """`whole`: see SplitConnector."""
         self._whole = whole
+        self._staged: StagedConnector | None = None
         directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
         self.path = f"{directory}/baton-slots-{secrets.token_hex(16)}"
 
@@ -279,9 +299,13 @@ class StagedStore:
         slots = open_slots(self.path, layout)
         self._remove_file()
         kept = self._whole.register_kv_cache(slots, fingerprint, layout.of_store, on_settled)
-        staged = StagedConnector(self._whole, ranks, len(slots), layout.block_size, on_settled)
+        staged = self._staged = StagedConnector(self._whole, ranks, len(slots), layout.block_size, on_settled)
         facts = replace(ranks.facts, keeps_blocks=kept.keeps_blocks, wants_offloads=kept.wants_offloads)
         return OpenConnector(staged, facts)
+
+    def violations(self) -> list[str]:
+        """See StagedConnector."""
+        return [] if self._staged is None else self._staged.violations()
 
     def close(self) -> None:
         """Releases the medium and the memory. Idempotent; safe after a partial start."""

@@ -67,6 +67,11 @@ class Lifecycle:
         """Whether there are outputs for the client or dropped requests for the runner."""
         return bool(self._dropped or self._outbox)
 
+    @property
+    def dropped(self) -> list[RequestId]:
+        """The requests dropped since the last call of `take_dropped`."""
+        return self._dropped.copy()
+
     def take_dropped(self) -> list[RequestId]:
         """Returns the requests dropped since the last call, which the runner removes."""
         dropped, self._dropped = self._dropped, []

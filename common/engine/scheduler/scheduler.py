@@ -32,6 +32,7 @@ import math
 from collections.abc import Sequence
 
 from common.engine.config import SchedulerConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import RequestGrammar
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.kv_cache import CacheChange, KVCacheManager
@@ -528,6 +529,13 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Removes all cached blocks that no request owns."""
         self._kv.reset_prefix_cache()
+
+    @property
+    def known_requests(self) -> KnownRequests:
+        """What workers have been told of so far."""
+        in_batch = [request for request in self._places.live.values() if request.is_in_batch]
+        block_ids = {request.request_id: self._kv.block_ids(request) for request in in_batch}
+        return KnownRequests(block_ids, self._lifecycle.dropped)
 
     def check_integrity(self) -> IntegrityReport:
         """State the invariants: each block has one owner or is free, each request is in one place and each place

@@ -95,6 +95,11 @@ class ModelRunner:
         if self._proposer is not None and step.dropped_request_ids:
             self._proposer.forget(step.dropped_request_ids)
 
+    @property
+    def block_tables(self) -> dict[RequestId, list[list[int]]]:
+        """Of each request that it knows, in each KV group."""
+        return self._table.block_ids
+
     def run(
         self, num_scheduled_tokens: dict[RequestId, int], drafts: Mapping[RequestId, Sequence[int]] = _NO_DRAFTS
     ) -> ModelRunnerOutput:

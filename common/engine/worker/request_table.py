@@ -78,6 +78,14 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def block_ids(self) -> dict[RequestId, list[list[int]]]:
+        """Block table of each request in each group. The null block stands for those that had fallen out."""
+        return {
+            request_id: [table[row, : self._num_blocks[row]].tolist() for table in self.block_tables]
+            for request_id, row in self._rows.items()
+        }
+
     def update(self, step: SchedulerOutput) -> None:
         """Removes dropped requests, then applies the step's changes of the others."""
         for request_id in step.dropped_request_ids:

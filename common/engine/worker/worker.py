@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
@@ -175,6 +176,11 @@ class Worker:
             return FinishedStep(ModelRunnerOutput())
         running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, self.phases)
         return running if self._fences is None else _FencedStep(running, self._fences.record())
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """See Executor.check."""
+        assert self._runner is not None
+        return known.violations(self._runner.block_tables)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, RunningStep, SchedulerOutput
@@ -39,6 +41,8 @@ from common.engine.executor.multiproc.digests import create_digests
 from common.engine.executor.multiproc.protocol import (
     WORKER,
     Cancel,
+    Check,
+    Checked,
     Close,
     Decoder,
     Done,
@@ -188,6 +192,23 @@ class MultiprocExecutor:
                 case WantMasks(request_ids, lengths):
                     self._broadcast(Masks.of(masks(request_ids, np.array(lengths, dtype=np.int64))))
 
+    def check(self, known: KnownRequests) -> list[str]:
+        """See Executor."""
+        self._broadcast(Check(known))
+        violations = [f"{rank.name}: {line}" for rank in self._ranks for line in self._checked(rank)]
+        store = self._staging.store
+        return violations if store is None else violations + store.violations()
+
+    def _checked(self, rank: _Rank) -> list[str]:
+        """The rank's answer."""
+        try:
+            violations = rank.checked.get(timeout=self._timeout_s)
+        except queue.Empty as error:
+            raise EngineDeadError(self._late("been checked")) from error
+        if violations is None:
+            raise self._cause()
+        return violations
+
     def close(self) -> None:
         """See Executor."""
         with self._lock:
@@ -295,6 +316,7 @@ class MultiprocExecutor:
         self._has_failed.set()
         for rank in self._ranks:
             rank.calls.shut_down()
+            rank.checked.put(None)
         self._on_failure(error)
 
     def _cause(self) -> Exception:
@@ -343,6 +365,7 @@ class _Rank:
         self.calls = calls
         self.connector = RankConnector(news, num_steps)
         self.name = f"rank {number} of {num_ranks}"
+        self.checked: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()  # answers; None: there will be none
         self._process = process
         self._news = news
         self._on_failure = on_failure
@@ -374,6 +397,8 @@ class _Rank:
                 match decode(self._news.receive()):
                     case Settled(results):
                         self.connector.settle(results)
+                    case Checked(violations):
+                        self.checked.put(violations)
                     case LogLine(level, name, text):
                         logging.getLogger(name).log(level, "%s: %s", self.name, text)
                     case EngineFailed() as failed:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, SchedulerOutput
@@ -50,6 +51,10 @@ class FakeRank:
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
         """See RankWorker."""
         return FinishedStep(self._worker.sample(self._over_all_ranks(self._worker.compute(step))))
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """See RankWorker."""
+        return self._worker.check(known)
 
     def close(self) -> None:
         """See RankWorker."""

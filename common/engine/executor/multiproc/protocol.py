@@ -1,12 +1,13 @@
 """The messages between the driver and the processes of its ranks: msgpack, over three ways.
 
 Ring, driver to all ranks:    `LoadModel`, `InitializeKVCache` and `OpenConnectors`; a `Step` for each step, and `Masks`
-                              where the first rank has asked for them; `EndStart` between steps; `Close`.
+                              where the first rank has asked for them; `EndStart` and `Check` between steps; `Close`.
 Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Loaded`, `Done` or
                               `Opened`. The first rank answers each step that computes something, and asks for masks
                               before it does.
-News, another socket of each: the driver's transfers; the rank's results of them, its log, and `EngineFailed`, after
-                              which it ends. End of file tells either side that the other one is gone.
+News, another socket of each: the driver's transfers; the rank's results of them, `Checked`, its log, and
+                              `EngineFailed`, after which it ends. End of file tells either side that the other one is
+                              gone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 import numpy as np
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, NoToken, SchedulerOutput
@@ -88,6 +90,12 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
         return BatchMasks(self.positions, words, self.no_tokens)
 
 
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """See Executor.check. All ranks answer."""
+
+    known: KnownRequests
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """The end."""
 
@@ -153,6 +161,12 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
     results: list[TransferResult]
 
 
+class Checked(msgspec.Struct, frozen=True, tag=True):
+    """What is wrong on this rank, one line each."""
+
+    violations: list[str]
+
+
 class LogLine(msgspec.Struct, frozen=True, tag=True):
     """What a rank has logged."""
 
@@ -161,11 +175,11 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToRanks = LoadModel | InitializeKVCache | OpenConnectors | Step | Masks | EndStart | Close
+ToRanks = LoadModel | InitializeKVCache | OpenConnectors | Step | Masks | EndStart | Check | Close
 StartAnswer = Loaded | Done | Opened
 StepAnswer = StepDone | WantMasks
 Transfer = StartLoad | StartSave | StartLookup | Cancel
-FromRank = Settled | LogLine | EngineFailed
+FromRank = Settled | Checked | LogLine | EngineFailed
 
 _Message = TypeVar("_Message")
 

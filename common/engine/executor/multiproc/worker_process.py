@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, RunningStep, SchedulerOutput
@@ -37,6 +38,8 @@ from common.engine.executor.multiproc.digests import RankDigests
 from common.engine.executor.multiproc.protocol import (
     WORKER,
     Cancel,
+    Check,
+    Checked,
     Close,
     Decoder,
     Done,
@@ -85,6 +88,9 @@ class RankWorker(Protocol):
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """Gives the same results on all ranks."""
+
+    def check(self, known: KnownRequests) -> list[str]:
+        """What is wrong on this rank. Called between steps."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -146,6 +152,8 @@ class RankProcess:
                     opened = worker.open_connector(self._transfers.wake)
                     self._transfers.connector = None if opened is None else opened.connector
                     self._calls.send(encode(Opened(None if opened is None else opened.facts)))
+                case Check(known):
+                    self._transfers.tell(Checked(worker.check(known)))
                 case EndStart() | Close():
                     return
 
@@ -201,6 +209,10 @@ class TransferThread:
             self._num_steps += 1
             self._step_ended.notify()
 
+    def tell(self, message: Checked | Settled) -> None:
+        """Sends the driver news. May be called from any thread."""
+        self._news.send(encode(message))
+
     def close(self) -> None:
         """The connector is not called any more."""
         with self._lock:
@@ -246,7 +258,7 @@ class TransferThread:
         with self._lock:
             results = [] if self.connector is None else self.connector.poll()
         if results:
-            self._news.send(encode(Settled(results)))
+            self.tell(Settled(results))
 
 
 class _DriversLog(logging.Handler):

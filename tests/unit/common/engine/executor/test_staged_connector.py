@@ -116,6 +116,22 @@ def test_slots_are_filled_before_ranks_empty_them() -> None:
     assert rig.run() == [TransferResult(1, 2)]
 
 
+def test_a_slot_without_an_owner_is_a_violation() -> None:
+    rig = Rig()
+    rig.connector.start_save(transfer(1, range(3)))
+    assert rig.connector.violations() == []
+    lost = rig.connector._free.pop()
+    assert rig.connector.violations() == [f"slot {lost} has 0 owners"]
+    rig.connector._free += [lost, 3]
+    assert rig.connector.violations() == ["slot 3 has 2 owners"]
+    rig.connector._free.pop()
+    del rig.connector._jobs[1]
+    assert rig.connector.violations() == [
+        "slots [3, 2] are of job 1, which has settled",
+        "slots [1] are of job 1, which has settled",
+    ]
+
+
 def test_a_slot_is_in_use_until_its_batch_is_over() -> None:
     rig = Rig()
     rig.connector.start_save(transfer(1, range(9)))

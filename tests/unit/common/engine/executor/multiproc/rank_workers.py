@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
@@ -12,14 +14,15 @@ import numpy as np
 import torch
 
 from common.engine.config import EngineConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import FinishedStep, ModelRunnerOutput, SchedulerOutput
+from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, SchedulerOutput
 from common.engine.executor.fake import MemoryConnector
 from common.engine.executor.multiproc.fake import FakeRank
 from common.engine.worker.connector import create_connector
 from common.errors import ConfigError, ModelLoadError
-from common.types import BlockHash, SampledToken, SamplingParams
+from common.types import BlockHash, RequestId, SampledToken, SamplingParams
 
 MODULE = __name__
 _GREEDY = SamplingParams(temperature=0.0)
@@ -71,6 +74,32 @@ class _Lagging(FakeRank):
         if self._rank == 1:
             time.sleep(0.02)
         return super().submit(step, masks)
+
+
+def create_forgetful(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """Rank 1 loses the last block of each request, and keeps those that have ended."""
+    return _Forgetful(config, rank, rendezvous, MemoryConnector())
+
+
+class _Forgetful(FakeRank):
+    def check(self, known: KnownRequests) -> list[str]:
+        if self._rank == 1:
+            for request in self._worker._requests.values():
+                request.block_tables[0].pop()
+            self._worker.compute(SchedulerOutput([NewRequest(RequestId("kept"), [1], 1, _GREEDY, [[1]], 0)]))
+        return super().check(known)
+
+
+class _Unchecked(FakeRank):
+    def check(self, known: KnownRequests) -> list[str]:
+        if self._rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP if known.block_ids else signal.SIGKILL)
+        return super().check(known)
+
+
+def create_unchecked(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """Rank 1 is stopped when it is asked about requests, and killed when there are none."""
+    return _Unchecked(config, rank, rendezvous, MemoryConnector())
 
 
 def create_failing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:

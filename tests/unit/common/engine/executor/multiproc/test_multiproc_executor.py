@@ -20,6 +20,7 @@ import pytest
 
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig, SchedulerConfig
+from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks, no_masks
 from common.engine.contract.step import NewRequest, NoToken, SchedulerOutput
 from common.engine.executor.fake import FakeExecutor, expected_tokens
@@ -215,6 +216,47 @@ def test_ranks_that_part_ways_are_an_error() -> None:
         assert tokens == expected_tokens([1, 2], 1, sampling=seeded)
         with pytest.raises(EngineDeadError, match=r"the ranks have parted ways: after step \d+, rank \d has"):
             run(executor, step())
+
+
+# -- integrity --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_alone_has_lost_is_found() -> None:
+    config = config_of()
+    with InprocClient(config, MultiprocExecutor(config, factory("create_forgetful"))) as client:
+        add(client, R, prompt_of(1))
+        client.step()
+        assert client.check_integrity().violations == [
+            "rank 1 of 2: request kept is kept after its end",
+            "rank 1 of 2: request r has 4 blocks in group 0, not 5",
+        ]
+
+
+def test_ranks_have_what_the_scheduler_has_at_each_step(tmp_path: Path) -> None:
+    # So few blocks that requests are preempted, and come back from the tier.
+    config = msgspec.structs.replace(storing(tmp_path, is_tier=True), cache=CacheConfig(block_size=4, num_blocks=24))
+    with InprocClient(config, MultiprocExecutor(config, factory("create_lagging"))) as client:
+        for number in range(4):
+            add(client, str(number), prompt_of(number))
+        while client.has_unfinished:
+            client.step()
+            assert client.check_integrity().violations == []
+        assert client.stats().num_preemptions
+
+
+@pytest.mark.parametrize(
+    ("has_requests", "problem"),
+    [
+        (True, r"have not been checked for 0.5 s \(step_timeout_s\); rank 1 of 2 is stopped"),
+        (False, "rank 1 of 2 was ended by SIGKILL"),
+    ],
+)
+def test_a_rank_that_does_not_answer_ends_the_engine(has_requests: bool, problem: str) -> None:
+    known = KnownRequests({R: [[1]]} if has_requests else {}, [])
+    timeout_s = 0.5 if has_requests else DEADLINE_S
+    config = config_of(step_timeout_s=timeout_s)
+    with started(config, factory("create_unchecked")) as executor, pytest.raises(EngineDeadError, match=problem):
+        executor.check(known)
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
