@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from common.config import parse, report_config_error
 from common.engine.client.mp import AsyncMPClient
 from common.errors import ConfigError
+from common.pod.node import run_pod_node
 from common.pod.runtime import PodRuntime, run_pod
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ).named("prefill")
         if not config.connector:
             raise ConfigError("--connector: required on a prefill pod, to hand its KV over", param="connector")
+        if config.parallel.node_rank:
+            return run_pod_node(config)
         pod = build(config)
     except ConfigError as error:
         return report_config_error(error)

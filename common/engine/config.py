@@ -136,14 +136,42 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tensor_parallel_size: Annotated[int, Meta(ge=1, description="Ranks that share the model's heads.")] = 1
     rank_devices: Annotated[
         list[Annotated[int, Meta(ge=0)]],
-        Meta(description="Number of the GPU of each rank; default: 0, 1 and so on."),
+        Meta(description="Number of the GPU of each rank on its machine; default: 0, 1 and so on."),
     ] = []
     step_timeout_s: Annotated[
         float,
         Meta(gt=0, description="Most seconds that ranks wait for each other, and for a step; then the engine ends."),
     ] = 30.0
+    nnodes: Annotated[
+        int,
+        Meta(
+            ge=1, description="Machines that share the ranks evenly; the same command is run on each, with its number."
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int,
+        Meta(ge=0, description="Number of this machine; 0 is the pod, the others run their ranks and nothing else."),
+    ] = 0
+    master_addr: Annotated[
+        str, Meta(description="Host name or address of machine 0, at which it listens and the others reach it.")
+    ] = ""
+    master_port: Annotated[int, Meta(ge=0, le=65535, description="Port on which machine 0 listens for the others.")] = (
+        29500
+    )
+    join_timeout_s: Annotated[
+        float, Meta(gt=0, description="Most seconds that machines wait for each other at the start, or after an end.")
+    ] = 300.0
+    node_timeout_s: Annotated[
+        float, Meta(gt=0, description="A machine that is silent for as many seconds is gone, and the engine ends.")
+    ] = 3.0
 
     def __post_init__(self) -> None:
+        if self.num_ranks % self.nnodes:
+            raise ValueError(f"--nnodes: {self.num_ranks} ranks cannot be shared evenly by {self.nnodes} nodes")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank: {self.node_rank}, but --nnodes is {self.nnodes}, counted from 0")
+        if self.nnodes > 1 and not self.master_addr and self.executor != "ray":
+            raise ValueError("--master-addr: required with --nnodes")
         if self.rank_devices and len(self.rank_devices) != self.tensor_parallel_size:
             raise ValueError(
                 f"--rank-devices: {len(self.rank_devices)} devices, "
@@ -153,16 +181,21 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def executor_name(self) -> str:
         """What runs the model: an executor of several ranks where there are some."""
-        return "multiproc" if self.executor == "inproc" and self.tensor_parallel_size > 1 else self.executor
+        return "multiproc" if self.executor == "inproc" and self.num_ranks > 1 else self.executor
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine: the first has the first ones."""
+        return self.num_ranks // self.nnodes
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one engine."""
+        """Ranks of one engine, on all machines."""
         return self.tensor_parallel_size
 
     def device_of(self, rank: int) -> int:
-        """Number of the GPU of this rank."""
-        return self.rank_devices[rank] if self.rank_devices else rank
+        """Number of the GPU of this rank on its machine."""
+        return self.rank_devices[rank] if self.rank_devices else rank % self.ranks_per_node
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -249,6 +282,15 @@ class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     slots_path: str = ""  # of a rank: set by its executor if the connector moves whole blocks, see SlotConnector
 
 
+class NodeTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Certificates by which the machines of an engine know each other: the cluster's, set by the pod."""
+
+    authority: str
+    certificate: str
+    key: str
+    server_name: str = ""  # that machine 0's certificate must have; empty: master_addr
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one engine needs."""
 
@@ -259,6 +301,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: SpeculationConfig = SpeculationConfig()
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
+    tls: NodeTlsConfig | None = None
 
     @property
     def grammar_step_s(self) -> float:

@@ -16,6 +16,7 @@ from common.engine.config import (
     GrammarConfig,
     KVConnectorConfig,
     ModelConfig,
+    NodeTlsConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
@@ -100,6 +101,8 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
+        if self.parallel.nnodes > 1 and not self.tls.cluster_ca:
+            raise ValueError("--cluster-ca: required with --nnodes, as nodes know each other by certificates")
         if self.announcing.registry:
             self.announcing.address(self.host, self.port or 1)
 
@@ -132,6 +135,18 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             speculation=self.speculation,
             grammar=self.grammar,
             connector=self._connector_config(),
+            tls=self._node_tls(),
+        )
+
+    def _node_tls(self) -> NodeTlsConfig | None:
+        tls = self.tls
+        if not tls.cluster_ca:
+            return None
+        return NodeTlsConfig(
+            authority=tls.cluster_ca,
+            certificate=tls.cluster_cert,
+            key=tls.cluster_key,
+            server_name=tls.cluster_tls_name,
         )
 
     def _connector_config(self) -> KVConnectorConfig | None:

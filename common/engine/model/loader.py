@@ -22,6 +22,7 @@ from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
+from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.parallel_plan import heads_of, refused
@@ -109,6 +110,16 @@ def load_model(
         weight_files=weight_files,
         directory=directory,
     )
+
+
+def identify_model(config: ModelConfig, device_number: int = 0) -> bytes:
+    """A digest of the model's files, before weights are loaded. Raises as load_model does."""
+    DEVICES.find(config.device)(config, device_number)
+    directory = model_directory(config)
+    try:
+        return fingerprint_model(_find_weights(directory), _read_config(directory), dtype="", kv_dtype="")
+    except OSError as error:
+        raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
 
 
 def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type[QuantizedLinear]:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from common.errors import EngineDeadError
 
 _LOAD_TIMEOUT = timedelta(hours=1)  # a driver ends ranks earlier that wait for one that is gone
-_LOOPBACK = "127.0.0.1"  # ranks of one host; nothing of theirs is seen on the network
+_LOOPBACK = "127.0.0.1"  # of ranks of one host; nothing of theirs is seen on the network
 
 
 class Ranks(Protocol):
@@ -60,14 +60,22 @@ class OneRank:
 
 
 class GlooRanks:
-    """See Ranks. Processes of one host over gloo, which meet at a store of torch.distributed, for instance a
+    """See Ranks. Processes over gloo, which meet at a store of torch.distributed, for instance a
     FileStore."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, timeout_s: float = 30.0, join_timeout_s: float = 60.0
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        address: str = _LOOPBACK,
+        timeout_s: float = 30.0,
+        join_timeout_s: float = 60.0,
     ) -> None:
-        """Waits for the others. Raises EngineDeadError if they do not come within `join_timeout_s`: processes that
-        import much may start seconds apart. Each collective must end within `timeout_s`."""
+        """`address`: of this host, for the others. Waits for them. Raises EngineDeadError if they do not come within
+        `join_timeout_s`: processes that import much may start seconds apart. Each collective must end within
+        `timeout_s`."""
         self.rank = rank
         self.size = size
         self._store = store
@@ -75,7 +83,7 @@ class GlooRanks:
         timeout = timedelta(seconds=timeout_s)
         self._meet(timedelta(seconds=join_timeout_s))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
         options._timeout = timeout  # noqa: SLF001
         with self._failures():
             self._group: Any = ProcessGroupGloo(store, rank, size, options)

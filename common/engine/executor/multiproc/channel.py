@@ -7,6 +7,8 @@ import socket
 import struct
 import threading
 
+from common.engine.executor.multiproc.tls import TlsStream
+
 _LENGTH = struct.Struct("!I")
 _TIMEVAL = struct.Struct("@ll")
 
@@ -14,7 +16,7 @@ _TIMEVAL = struct.Struct("@ll")
 class Channel:
     """One end. Any thread may send; one receives."""
 
-    def __init__(self, own: socket.socket) -> None:
+    def __init__(self, own: socket.socket | TlsStream) -> None:
         self._socket = own
         self._sending = threading.Lock()
 
@@ -38,9 +40,16 @@ class Channel:
             except BlockingIOError as error:
                 raise TimeoutError from error
 
-    def receive(self) -> bytearray:
-        """Waits for a message. Raises EOFError if the other end is closed."""
+    @property
+    def has_buffered(self) -> bool:
+        """Whether there may be messages although the descriptor is not readable."""
+        return isinstance(self._socket, TlsStream) and self._socket.has_buffered
+
+    def receive(self, max_bytes: int = 2**32) -> bytearray:
+        """Waits for a message. Raises EOFError if the other end is closed, or if the message is longer."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > max_bytes:
+            raise EOFError(f"a message of {length} bytes")
         return self._read(length)
 
     def shut_down(self) -> None:
@@ -63,7 +72,7 @@ class Channel:
                 part = self._socket.recv_into(view[num_read:])
             except BlockingIOError as error:
                 raise TimeoutError from error
-            except ConnectionError as error:
+            except OSError as error:  # also of a network that is gone
                 raise EOFError from error
             if not part:
                 raise EOFError

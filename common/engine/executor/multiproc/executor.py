@@ -1,7 +1,7 @@
 """The executor of several ranks, each a process of its own.
 
-1. `load_model` starts a process for each rank. Each call of the start goes to all of them at once, and their answers
-   are joined: they must be the same, but for what is a rank's own.
+1. `load_model` starts a process for each rank, here or on other machines (`nodes.py`). Each call of the start goes to
+   all of them at once, and their answers are joined: they must be the same, but for what is a rank's own.
 2. `submit` writes the step to a ring, which all ranks read; the first of them answers. Each rank samples all tokens, so
    that none has to be told any, and the next step may be submitted before. Answers come in the order of the steps.
 3. Transfers and their results travel on another socket of each rank, on which a thread listens. So it sees at once,
@@ -16,19 +16,16 @@ import logging
 import os
 import queue
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from common.engine.config import EngineConfig
@@ -37,7 +34,8 @@ from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, RunningStep, SchedulerOutput
 from common.engine.executor.multiproc.channel import Channel
-from common.engine.executor.multiproc.digests import create_digests
+from common.engine.executor.multiproc.digests import RankDigests, create_digests
+from common.engine.executor.multiproc.nodes import Nodes
 from common.engine.executor.multiproc.protocol import (
     WORKER,
     Cancel,
@@ -48,6 +46,8 @@ from common.engine.executor.multiproc.protocol import (
     Done,
     EndStart,
     FromRank,
+    Identified,
+    IdentifyModel,
     InitializeKVCache,
     Loaded,
     LoadModel,
@@ -63,12 +63,14 @@ from common.engine.executor.multiproc.protocol import (
     StartSave,
     Step,
     StepAnswer,
+    StepDigest,
     StepDone,
     ToRanks,
     Transfer,
     WantMasks,
     encode,
 )
+from common.engine.executor.multiproc.rank_process import LocalProcess, start_rank
 from common.engine.executor.multiproc.ring import RingWriter
 from common.engine.executor.ranked_connector import join_ranks
 from common.engine.executor.staged_connector import Staging, stage_connector
@@ -81,14 +83,13 @@ from common.types import RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_COMMAND = [sys.executable, "-m", "common.engine.executor.multiproc.worker_process"]
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
 _EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
 _CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
 _DRAWN = SamplingParams(temperature=1.0, seed=0)
 _OWN_FACTS = frozenset({"available_kv_bytes", "device", "kernels_failed", "num_threads", "tokenizer_directory"})
 
-_Answer = TypeVar("_Answer", Loaded, Done, Opened)
+_Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
 
 
 class MultiprocExecutor:
@@ -101,7 +102,7 @@ class MultiprocExecutor:
         """`factory`: "module:name" of a RankWorkerFactory."""
         self._config = config
         self._factory = factory
-        self._num_ranks = config.parallel.tensor_parallel_size
+        self._num_ranks = config.parallel.num_ranks
         self._timeout_s = config.parallel.step_timeout_s
         self._ranks: list[_Rank] = []
         self._ring: RingWriter | None = None
@@ -131,8 +132,11 @@ class MultiprocExecutor:
         self._staging = stage_connector(self._config)  # first, as its errors come at once
         if self._staging.store is not None:
             self._cleanup.callback(self._staging.store.close)
-        self._start_processes()
-        facts = self._facts = join_facts([answer.facts for answer in self._call(LoadModel(), Loaded)])
+        rendezvous = self._start_processes()
+        identified = self._call(IdentifyModel(), Identified)
+        check_models([answer.digest for answer in identified], self._config.parallel.ranks_per_node)
+        load = LoadModel(identified[0].rendezvous or rendezvous)
+        facts = self._facts = join_facts([answer.facts for answer in self._call(load, Loaded)])
         self._num_groups = len(facts.layout.groups)
         self._max_tokens = min(facts.max_model_len, self._config.model.max_model_len or facts.max_model_len)
         return facts
@@ -225,52 +229,56 @@ class MultiprocExecutor:
 
     # -- processes --------------------------------------------------------------------------------------------------
 
-    def _start_processes(self) -> None:
+    def _start_processes(self) -> str:
+        """Returns the rendezvous of ranks of one machine."""
+        parallel = self._config.parallel
+        num_here = parallel.ranks_per_node if parallel.nnodes > 1 else self._num_ranks
+        nodes: Nodes | None = None
+        if parallel.nnodes > 1:
+            if self._staging.store is not None:
+                raise ConfigError("--nnodes: not with a connector that has a store", param="nnodes")
+            nodes = Nodes(self._staging.config, range(1, parallel.nnodes), self._fail)
+            self._cleanup.callback(nodes.close)
+            nodes.wait()
         directory = tempfile.mkdtemp(prefix="baton-ranks-")
         self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
-        pairs = [(_socketpair(), _socketpair()) for _ in range(self._num_ranks)]
-        ring = self._ring = RingWriter([calls.own for calls, _ in pairs], self._timeout_s)
-        self._cleanup.callback(ring.close)
         digests = create_digests(self._num_ranks)
         self._cleanup.callback(os.close, digests)
-        for number, (calls, news) in enumerate(pairs):
-            launch = RankLaunch(
+        launches = [
+            RankLaunch(
                 config=self._staging.config,
                 rank=number,
                 factory=self._factory,
-                rendezvous=f"{directory}/rendezvous",
-                ring=ring.descriptors(number),
+                directory=directory if number < num_here else "",
+                store_host=nodes.address[0] if nodes is not None and number == 0 else "",
                 digests=digests,
-                news=news.others.fileno(),
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
+            for number in range(self._num_ranks)
+        ]
+        others = [] if nodes is None else nodes.start(launches[num_here:])
+        for rank in others:
+            rank.calls.limit_sends(self._timeout_s)
+        pairs = [(_socketpair(), _socketpair()) for _ in range(num_here)]
+        elsewhere = [rank.calls for rank in others]
+        ring = self._ring = RingWriter([calls.own for calls, _ in pairs], self._timeout_s, elsewhere)
+        self._cleanup.callback(ring.close)
+        for number, (calls, news) in enumerate(pairs):
+            inherited = ring.descriptors(number)
+            launch = msgspec.structs.replace(launches[number], ring=tuple(inherited), news=news.others.fileno())
             with calls.others, news.others:
-                process = subprocess.Popen(  # noqa: S603  # our own module
-                    [*_COMMAND, f"rank {number}"],  # for the process list
-                    stdin=calls.others.fileno(),
-                    stdout=2,
-                    pass_fds=(*launch.ring, launch.digests, launch.news),
-                    env=self._environment(),
-                )
-            news.own.limit_sends(self._timeout_s)
+                process = start_rank(number, num_here, calls.others, (*inherited, digests, launch.news))
             calls.own.send(encode(launch))
-            self._ranks.append(
-                _Rank(
-                    number,
-                    self._num_ranks,
-                    process,
-                    calls.own,
-                    news.own,
-                    self._fail,
-                    self._has_failed,
-                    lambda: self._num_steps,
-                )
-            )
+            self._add_rank(LocalProcess(process), calls.own, news.own, None)
+        for number, rank in enumerate(others, num_here):
+            self._add_rank(rank.process, rank.calls, rank.news, RankDigests(digests, number, self._num_ranks))
+        return f"{directory}/rendezvous"
 
-    def _environment(self) -> dict[str, str]:
-        """The ranks share the cores, unless that is set."""
-        num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_ranks)
-        return {"OMP_NUM_THREADS": str(num_threads), **os.environ}
+    def _add_rank(self, process: RankProcess, calls: Channel, news: Channel, digests: RankDigests | None) -> None:
+        news.limit_sends(self._timeout_s)
+        name = f"rank {len(self._ranks)} of {self._num_ranks}"
+        steps = lambda: self._num_steps  # noqa: E731
+        self._ranks.append(_Rank(name, process, calls, news, self._fail, self._has_failed, steps, digests))
 
     def _call(self, call: ToRanks, kind: type[_Answer]) -> list[_Answer]:
         """The answers of all ranks to a call of the start."""
@@ -302,7 +310,7 @@ class MultiprocExecutor:
             raise self._cause() from error
 
     def _late(self, what: str) -> str:
-        stopped = "".join(f"; {rank.name} is stopped" for rank in self._ranks if rank.is_stopped)
+        stopped = "".join(f"; {rank.name} is stopped" for rank in self._ranks if rank.process.is_stopped)
         return f"the {self._num_ranks} ranks have not {what} for {self._timeout_s:g} s (step_timeout_s){stopped}"
 
     # -- failures ---------------------------------------------------------------------------------------------------
@@ -346,45 +354,51 @@ def _socketpair() -> _Pair:
     return _Pair(Channel(own), others)
 
 
+class RankProcess(Protocol):
+    """The process of a rank: see LocalProcess, RemoteProcess."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal, such as SIGSTOP, has stopped it."""
+
+    def end(self, timeout_s: float) -> None:
+        """Waits until it has ended, and sees to that after that time."""
+
+    def describe_end(self, timeout_s: float) -> str:
+        """How it ended, if it does so in time."""
+
+
 class _Rank:
     """A rank's process, and the thread that listens to it."""
 
     def __init__(
         self,
-        number: int,
-        num_ranks: int,
-        process: subprocess.Popen[bytes],
+        name: str,
+        process: RankProcess,
         calls: Channel,
         news: Channel,
         on_failure: Callable[[Exception], None],
         has_failed: threading.Event,
         num_steps: Callable[[], int],
+        digests: RankDigests | None,
     ) -> None:
         """`on_failure` is called when the process fails or ends, also if it was told to end; `has_failed` is set once
-        any rank has."""
+        any rank has. `digests`: of a rank that does not see those of the first one."""
         self.calls = calls
         self.connector = RankConnector(news, num_steps)
-        self.name = f"rank {number} of {num_ranks}"
+        self.name = name
         self.checked: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()  # answers; None: there will be none
-        self._process = process
+        self.process = process
         self._news = news
         self._on_failure = on_failure
         self._has_failed = has_failed
-        self._thread = threading.Thread(target=self._listen, name=f"rank-{number}", daemon=True)
+        self._digests = digests
+        self._thread = threading.Thread(target=self._listen, name=name.partition(" of")[0], daemon=True)
         self._thread.start()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal, such as SIGSTOP, has stopped the process."""
-        return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
-
     def end(self, timeout_s: float) -> None:
-        """Waits for the process to end, and kills it after that time."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Waits for the process to end, and ends it after that time."""
+        self.process.end(timeout_s)
         self._news.shut_down()
         self._thread.join()
         self.calls.close()
@@ -401,10 +415,15 @@ class _Rank:
                         self.checked.put(violations)
                     case LogLine(level, name, text):
                         logging.getLogger(name).log(level, "%s: %s", self.name, text)
+                    case StepDigest(number, digest):
+                        assert self._digests is not None
+                        self._digests.note(number, digest)
                     case EngineFailed() as failed:
                         self._on_failure(self._describe(failed))
         except EOFError:
-            self._on_failure(EngineDeadError(f"{self.name} {self._exit()}"))
+            self._on_failure(EngineDeadError(f"{self.name} {self.process.describe_end(_EXIT_TIMEOUT_S)}"))
+        except EngineDeadError as error:  # the digests differ
+            self._on_failure(error)
 
     def _describe(self, failed: EngineFailed) -> Exception:
         error = failed.to_error()
@@ -412,13 +431,6 @@ class _Rank:
             self._has_failed.wait(_CAUSE_TIMEOUT_S)
         is_told = isinstance(error, ConfigError) or failed.kind == EngineDeadError.__name__
         return error if is_told else EngineDeadError(f"{self.name} failed: {failed.message}")
-
-    def _exit(self) -> str:
-        try:
-            code = self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "has closed its socket"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 class RankConnector:
@@ -463,6 +475,17 @@ class RankConnector:
             raise EngineDeadError("a rank takes no transfers") from error
         except OSError as error:
             logger.debug("a rank is gone, as its thread reports: %r", error)
+
+
+def check_models(digests: Sequence[bytes], ranks_per_node: int) -> None:
+    """Raises ModelLoadError if the ranks' model files are not the same."""
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ModelLoadError(
+                f"model: rank {rank}, on node {rank // ranks_per_node}, has other model files than rank 0: their "
+                f"digest is {digest.hex()[:16]}, not {digests[0].hex()[:16]}",
+                param="model",
+            )
 
 
 def join_facts(by_rank: Sequence[ModelFacts]) -> ModelFacts:

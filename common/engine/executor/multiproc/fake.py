@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo
 
 from common.engine.config import EngineConfig
 from common.engine.contract.integrity import KnownRequests
@@ -16,6 +16,7 @@ from common.engine.contract.step import FinishedStep, SchedulerOutput
 from common.engine.executor.fake import FAKE_FINGERPRINT, FakeExecutor, MemoryConnector
 from common.engine.executor.fake_worker import FakeWorker, Sums
 from common.engine.executor.multiproc.executor import MultiprocExecutor
+from common.engine.executor.multiproc.rendezvous import open_rendezvous
 from common.engine.executor.multiproc.worker import GRACE_S
 from common.engine.kv_connector import OpenConnector, WorkerConnector
 from common.engine.worker.connector import create_connector
@@ -34,7 +35,7 @@ class FakeRank:
         self._connector = connector
         self._worker = FakeWorker(self._facts, rank, connector)
         timeout = timedelta(seconds=config.parallel.step_timeout_s + GRACE_S)
-        self._ranks = ProcessGroupGloo(FileStore(rendezvous, size), rank, size, timeout)
+        self._ranks = ProcessGroupGloo(open_rendezvous(rendezvous, size).store, rank, size, timeout)
 
     def load_model(self) -> ModelFacts:
         """See RankWorker."""

@@ -1,13 +1,17 @@
 """The messages between the driver and the processes of its ranks: msgpack, over three ways.
 
-Ring, driver to all ranks:    `LoadModel`, `InitializeKVCache` and `OpenConnectors`; a `Step` for each step, and `Masks`
-                              where the first rank has asked for them; `EndStart` and `Check` between steps; `Close`.
-Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Loaded`, `Done` or
-                              `Opened`. The first rank answers each step that computes something, and asks for masks
-                              before it does.
+Ring, driver to all ranks:    `IdentifyModel`, `LoadModel`, `InitializeKVCache` and `OpenConnectors`; a `Step` for each
+                              step, and `Masks` where the first rank has asked for them; `EndStart` and `Check` between
+                              steps; `Close`.
+Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Identified`, `Loaded`,
+                              `Done` or `Opened`. The first rank answers each step that computes something, and asks
+                              for masks before it does.
 News, another socket of each: the driver's transfers; the rank's results of them, `Checked`, its log, and
                               `EngineFailed`, after which it ends. End of file tells either side that the other one is
                               gone.
+
+A rank on another machine connects calls and news itself, and gets on calls what is on the ring. That machine has a
+connection of its own: `JoinNode`, then `StartRanks`; `RankEnded`; `Alive` from both ends.
 """
 
 from __future__ import annotations
@@ -36,15 +40,64 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     rank: int
     factory: str  # "module:name" of a RankWorkerFactory
-    rendezvous: str  # a path, at which there is nothing yet, where the ranks find each other
-    ring: tuple[int, int, int]  # RingDescriptors
-    digests: int  # see RankDigests
-    news: int
     log_level: int
+    directory: str = ""  # of the ranks' files, which are removed with it when the driver is gone
+    store_host: str = ""  # of the first rank, if there are several machines: its own address
+    digests: int = -1  # see RankDigests
+    ring: tuple[int, int, int] | None = None  # RingDescriptors; None: what is for all ranks comes over calls
+    news: int = -1
+    token: bytes = b""  # of a rank on another machine, which connects calls and news itself
+
+
+class JoinNode(msgspec.Struct, frozen=True, tag=True):
+    """The first message of another machine."""
+
+    node_rank: int
+    nnodes: int
+    num_ranks: int
+    version: str
+
+
+class JoinRank(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a rank on another machine, on each of its two connections."""
+
+    token: bytes
+    rank: int
+    is_news: bool
+
+
+class StartRanks(msgspec.Struct, frozen=True, tag=True):
+    """To a machine: all have joined."""
+
+    launches: list[RankLaunch]
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """From a machine: the process of a rank has ended."""
+
+    rank: int
+    code: int
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """To and from a machine, so that neither is silent."""
+
+
+class IdentifyModel(msgspec.Struct, frozen=True, tag=True):
+    """Before weights are loaded."""
+
+
+class Identified(msgspec.Struct, frozen=True, tag=True):
+    """What must be the same on all ranks."""
+
+    digest: bytes  # of the model's files
+    rendezvous: str  # of the first rank, if there are several machines; see LoadModel
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """See Executor.load_model."""
+
+    rendezvous: str  # where the ranks find each other, see open_store
 
 
 class InitializeKVCache(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +118,13 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 class EndStart(msgspec.Struct, frozen=True, tag=True):
     """Requests follow; the steps so far were for measuring."""
+
+
+class StepDigest(msgspec.Struct, frozen=True, tag=True):
+    """Of a rank whose memory the first one does not see; see RankDigests."""
+
+    number: int
+    digest: int
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True):
@@ -175,11 +235,14 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToRanks = LoadModel | InitializeKVCache | OpenConnectors | Step | Masks | EndStart | Check | Close
-StartAnswer = Loaded | Done | Opened
+FromJoining = JoinNode | JoinRank
+ToNode = StartRanks | Alive | EngineFailed
+FromNode = RankEnded | Alive
+ToRanks = IdentifyModel | LoadModel | InitializeKVCache | OpenConnectors | Step | Masks | EndStart | Check | Close
+StartAnswer = Identified | Loaded | Done | Opened
 StepAnswer = StepDone | WantMasks
 Transfer = StartLoad | StartSave | StartLookup | Cancel
-FromRank = Settled | Checked | LogLine | EngineFailed
+FromRank = Settled | Checked | LogLine | StepDigest | EngineFailed
 
 _Message = TypeVar("_Message")
 

@@ -36,9 +36,11 @@ class RingDescriptors(NamedTuple):
 class RingWriter:
     """The writer's end. Used by one thread at a time."""
 
-    def __init__(self, channels: Sequence[Channel], timeout_s: float) -> None:
-        """`channels`: those to the readers. `timeout_s`: most seconds to wait for a reader."""
+    def __init__(self, channels: Sequence[Channel], timeout_s: float, elsewhere: Sequence[Channel] = ()) -> None:
+        """`channels`: those to the readers. `timeout_s`: most seconds to wait for a reader. `elsewhere`: channels to
+        readers on other machines, who read each message there."""
         self._channels = channels
+        self._elsewhere = elsewhere
         self._timeout_s = timeout_s
         self._next = 0
         memory = os.memfd_create("baton-ranks")
@@ -59,6 +61,8 @@ class RingWriter:
         channel is closed."""
         for descriptors in self._descriptors:
             self._take_slot(descriptors.free)
+        for channel in self._elsewhere:
+            channel.send(message)
         fits = len(message) <= SLOT_BYTES - _LENGTH.size
         start = self._next * SLOT_BYTES
         _LENGTH.pack_into(self._slots, start, len(message) if fits else _ELSEWHERE)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-
 from common.engine.config import EngineConfig
+from common.engine.executor.multiproc.rendezvous import open_rendezvous
 from common.engine.model.ranks import GlooRanks, OneRank
 from common.engine.worker.worker import Worker
 
@@ -16,5 +15,5 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return Worker(config, rank, OneRank())
-    store, timeout_s = FileStore(rendezvous, size), config.parallel.step_timeout_s + GRACE_S
-    return Worker(config, rank, GlooRanks(store, rank, size, timeout_s=timeout_s))
+    (store, address), timeout_s = open_rendezvous(rendezvous, size), config.parallel.step_timeout_s + GRACE_S
+    return Worker(config, rank, GlooRanks(store, rank, size, address=address, timeout_s=timeout_s))

@@ -22,7 +22,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -35,6 +34,7 @@ from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, RunningStep, SchedulerOutput
 from common.engine.executor.multiproc.channel import Channel
 from common.engine.executor.multiproc.digests import RankDigests
+from common.engine.executor.multiproc.node import connect
 from common.engine.executor.multiproc.protocol import (
     WORKER,
     Cancel,
@@ -44,7 +44,10 @@ from common.engine.executor.multiproc.protocol import (
     Decoder,
     Done,
     EndStart,
+    Identified,
+    IdentifyModel,
     InitializeKVCache,
+    JoinRank,
     Loaded,
     LoadModel,
     LogLine,
@@ -57,6 +60,7 @@ from common.engine.executor.multiproc.protocol import (
     StartLookup,
     StartSave,
     Step,
+    StepDigest,
     StepDone,
     ToRanks,
     Transfer,
@@ -97,7 +101,7 @@ class RankWorker(Protocol):
 
 
 RankWorkerFactory = Callable[[EngineConfig, int, str], RankWorker]
-"""(config, rank, rendezvous) -> worker; see RankLaunch. Raises ConfigError for settings that do not fit."""
+"""(config, rank, rendezvous) -> worker; see LoadModel. Raises ConfigError for settings that do not fit."""
 
 
 class _Message(NamedTuple):
@@ -112,8 +116,10 @@ class RankProcess:
         self._launch = launch
         self._calls = calls
         self._transfers = transfers
-        self._ring = RingReader(RingDescriptors(*launch.ring), calls)
-        self._digests = RankDigests(launch.digests, launch.rank, launch.config.parallel.tensor_parallel_size)
+        self._receive = calls.receive if launch.ring is None else RingReader(RingDescriptors(*launch.ring), calls).read
+        self._digests = RankDigests(launch.digests, launch.rank, launch.config.parallel.num_ranks)
+        parallel = launch.config.parallel
+        self._tells_digests = launch.ring is None and launch.rank % parallel.ranks_per_node == 0
         self._decode: Decoder[ToRanks] = Decoder(ToRanks)
         self._constrained: set[RequestId] = set()  # live requests with a grammar
         self._ahead: deque[_Message] = deque()  # steps that came before the masks of the one that runs
@@ -123,13 +129,34 @@ class RankProcess:
         with self._without_compiler():
             with kept_imports():  # torch and transformers
                 factory = cast("RankWorkerFactory", pkgutil.resolve_name(self._launch.factory))
-            worker = factory(self._launch.config, self._launch.rank, self._launch.rendezvous)
+            worker = self._load(factory)
             self._serve(worker)
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection in a step need look at it
         self._serve(worker)
         self._transfers.close()
         worker.close()
+
+    def _load(self, factory: RankWorkerFactory) -> RankWorker:
+        """The first calls."""
+        launch, config = self._launch, self._launch.config
+        assert isinstance(self._read().decoded, IdentifyModel)
+        digest = b""
+        if launch.factory == WORKER:
+            from common.engine.model.loader import identify_model
+
+            digest = identify_model(config.model, config.parallel.device_of(launch.rank))
+        rendezvous = ""
+        if launch.store_host:
+            from common.engine.executor.multiproc.rendezvous import host_store
+
+            rendezvous = host_store(launch.store_host, config.parallel.num_ranks)
+        self._calls.send(encode(Identified(digest, rendezvous)))
+        call = self._read().decoded
+        assert isinstance(call, LoadModel)
+        worker = factory(config, launch.rank, call.rendezvous)
+        self._calls.send(encode(Loaded(worker.load_model())))
+        return worker
 
     def _serve(self, worker: RankWorker) -> None:
         """Serves to the end of the start, or to the end."""
@@ -139,12 +166,12 @@ class RankProcess:
                 case Step(step):
                     result = encode(StepDone(self._run_step(worker, step)))
                     self._digests.end_step(message.encoded, result)
+                    if self._tells_digests:
+                        self._transfers.tell(StepDigest(*self._digests.last))
                     if step.num_scheduled_tokens:
                         self._transfers.end_step()
                         if self._launch.rank == 0:
                             self._calls.send(result)
-                case LoadModel():
-                    self._calls.send(encode(Loaded(worker.load_model())))
                 case InitializeKVCache(num_blocks):
                     worker.initialize_kv_cache(num_blocks)
                     self._calls.send(encode(Done()))
@@ -173,7 +200,7 @@ class RankProcess:
         return message.decoded.to_batch()
 
     def _read(self) -> _Message:
-        message = self._ring.read()
+        message = self._receive()
         return _Message(message, self._decode(message))
 
     def _without_compiler(self) -> contextlib.AbstractContextManager[None]:
@@ -187,11 +214,11 @@ class RankProcess:
 class TransferThread:
     """Owns the news socket's receiving end, and calls the connector."""
 
-    def __init__(self, news: Channel, on_failure: Callable[[Exception], None], rendezvous: str) -> None:
+    def __init__(self, news: Channel, on_failure: Callable[[Exception], None], directory: str) -> None:
         self.connector: Connector | None = None  # set once, before there are transfers
         self._news = news
         self._on_failure = on_failure
-        self._rendezvous = Path(rendezvous)
+        self._directory = directory
         self._decode: Decoder[Transfer] = Decoder(Transfer)
         self._settled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # held while the connector is called
@@ -209,7 +236,7 @@ class TransferThread:
             self._num_steps += 1
             self._step_ended.notify()
 
-    def tell(self, message: Checked | Settled) -> None:
+    def tell(self, message: Checked | Settled | StepDigest) -> None:
         """Sends the driver news. May be called from any thread."""
         self._news.send(encode(message))
 
@@ -228,10 +255,12 @@ class TransferThread:
                     if descriptor == self._settled:
                         os.eventfd_read(self._settled)
                         self._tell_settled()
-                    else:
+                        continue
+                    self._take(self._decode(self._news.receive()))
+                    while self._news.has_buffered:
                         self._take(self._decode(self._news.receive()))
         except (EOFError, ConnectionError):  # the driver is gone: no process uses this one any more
-            shutil.rmtree(self._rendezvous.parent, ignore_errors=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
             os._exit(EXIT_ORPHANED)
         except Exception as error:  # noqa: BLE001  whatever it is ends the rank
             self._on_failure(error)
@@ -273,14 +302,28 @@ class _DriversLog(logging.Handler):
             self._news.send(encode(LogLine(record.levelno, record.name, self.format(record))))
 
 
+def _channels(launch: RankLaunch, parent: Channel) -> tuple[Channel, Channel]:
+    """Calls and news. Raises OSError."""
+    if launch.ring is not None:
+        return parent, Channel(socket.socket(fileno=launch.news))
+    calls, news = connect(launch.config), connect(launch.config)
+    for channel, is_news in ((calls, False), (news, True)):
+        channel.send(encode(JoinRank(launch.token, launch.rank, is_news)))
+        channel.limit_sends(launch.config.parallel.step_timeout_s)
+    return calls, news
+
+
 def main() -> None:
     """Entry point of the process. Ends it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when to stop
-    calls = Channel(socket.socket(fileno=os.dup(0)))
+    parent = Channel(socket.socket(fileno=os.dup(0)))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that no process that this one starts has it
-    launch = Decoder[RankLaunch](RankLaunch)(calls.receive())
-    news = Channel(socket.socket(fileno=launch.news))
+    launch = Decoder[RankLaunch](RankLaunch)(parent.receive())
+    try:
+        calls, news = _channels(launch, parent)
+    except OSError:  # the driver is gone: no process uses this one any more
+        os._exit(EXIT_ORPHANED)
     logging.basicConfig(level=launch.log_level, format="%(message)s", handlers=[_DriversLog(news)])
 
     def fail(error: Exception) -> None:
@@ -290,7 +333,7 @@ def main() -> None:
             news.send(encode(EngineFailed.of(error)))
         os._exit(EXIT_FAILED)
 
-    transfers = TransferThread(news, fail, launch.rendezvous)
+    transfers = TransferThread(news, fail, launch.directory)
     try:
         RankProcess(launch, calls, transfers).run()
     except Exception as error:  # noqa: BLE001  whatever it is ends the rank, and the driver must hear of it

@@ -71,7 +71,7 @@ def children() -> list[int]:
 
 
 def pid_of(executor: MultiprocExecutor, rank: int) -> int:
-    return executor._ranks[rank]._process.pid
+    return executor._ranks[rank].process.pid
 
 
 def step(

@@ -1,0 +1,190 @@
+"""Ranks on several machines, which are processes of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common import __version__
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from common.engine.executor.fake import expected_tokens
+from common.engine.executor.multiproc.executor import check_models
+from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
+from common.engine.executor.multiproc.node import connect
+from common.engine.executor.multiproc.nodes import Nodes
+from common.engine.executor.multiproc.protocol import JoinNode, JoinRank, encode
+from common.engine.messages import AddRequest
+from common.errors import EngineDeadError, ModelLoadError
+from common.types import RequestId, SamplingParams
+from tests.unit.common.engine.executor.multiproc.nodes_rig import NodeProcess, node, on_nodes, tls_of
+
+DEADLINE_S = 60.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPT = list(range(30))
+
+
+def config_of(num_ranks: int = 2) -> EngineConfig:
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, step_timeout_s=20.0)
+    return EngineConfig(parallel=parallel, cache=CacheConfig(block_size=4))
+
+
+def generate(client: InprocClient) -> list[int]:
+    client.add_request(AddRequest(request_id=RequestId("r"), prompt_token_ids=PROMPT, sampling=GREEDY))
+    tokens: list[int] = []
+    while client.has_unfinished:
+        for output in client.step().outputs:
+            assert not output.error
+            tokens += [token.token_id for token in output.tokens]
+    return tokens
+
+
+def test_two_machines_say_what_one_says(tmp_path: Path) -> None:
+    config = on_nodes(config_of(4), tmp_path)
+    with node(config) as other:
+        for _ in range(2):  # it joins the next engine as well
+            with InprocClient(config, create_fake_multiproc_executor(config)) as client:
+                assert len(other.ranks()) == 2
+                assert generate(client) == expected_tokens(PROMPT, 24)
+                client.check_integrity()
+
+
+def kill(machine: NodeProcess) -> None:
+    machine.signal_all(signal.SIGKILL)
+
+
+def kill_rank(machine: NodeProcess) -> None:
+    machine.ranks()[0].kill()
+
+
+def stop(machine: NodeProcess) -> None:
+    machine.signal_all(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (kill, r"node 1 \(127.0.0.1\) is gone: it has closed its connection"),
+        (kill_rank, "rank 1 of 2 was ended by SIGKILL"),
+        (stop, r"node 1 \(127.0.0.1\) is gone: it has been silent for 1 s \(node_timeout_s\)"),
+    ],
+)
+def test_a_machine_that_goes_away_ends_the_engine(
+    tmp_path: Path, fault: Callable[[NodeProcess], None], reason: str
+) -> None:
+    config = on_nodes(config_of(), tmp_path, node_timeout_s=1.0)
+    failed = threading.Event()
+    with node(config) as other:
+        executor = create_fake_multiproc_executor(config)
+        with InprocClient(config, executor) as client:
+            assert generate(client) == expected_tokens(PROMPT, 24)
+            executor.watch(lambda _: failed.set())
+            fault(other)
+            assert failed.wait(DEADLINE_S)  # also between steps
+            with pytest.raises(EngineDeadError, match=reason):
+                generate(client)
+
+
+def test_a_machine_that_never_joins_is_named(tmp_path: Path) -> None:
+    config = on_nodes(config_of(3), tmp_path, nnodes=3, join_timeout_s=0.3)
+    with pytest.raises(EngineDeadError, match=r"node 1 and node 2 of 3 did not join within 0.3 s \(join_timeout_s\)"):
+        InprocClient(config, create_fake_multiproc_executor(config))
+
+
+def test_a_machine_waits_for_the_pod_for_a_bounded_time(tmp_path: Path) -> None:
+    config = on_nodes(config_of(), tmp_path, join_timeout_s=0.3)
+    with node(config) as other:
+        assert other.process.wait(DEADLINE_S) == 1
+        assert "did not answer within 0.3 s (join_timeout_s)" in other.end()
+
+
+def test_a_machine_with_other_settings_is_refused(tmp_path: Path) -> None:
+    config = on_nodes(config_of(6), tmp_path, nnodes=2, join_timeout_s=DEADLINE_S)
+    nodes = Nodes(config, [1], lambda error: None)
+    try:
+        parallel = msgspec.structs.replace(config.parallel, nnodes=3)
+        with node(msgspec.structs.replace(config, parallel=parallel)) as other:
+            assert other.process.wait(DEADLINE_S) == 2
+            assert "node 1 (127.0.0.1) has nnodes 3, node 0 has 2" in other.end()
+    finally:
+        nodes.close()
+
+
+def assert_refused(config: EngineConfig, greeting: bytes) -> None:
+    channel = connect(config)  # whose certificate the other end has yet to look at
+    try:
+        with contextlib.suppress(OSError):
+            channel.send(greeting)
+        with pytest.raises(EOFError):
+            channel.receive()
+    finally:
+        channel.close()
+
+
+@pytest.mark.parametrize("known", ["nothing", "another authority"])
+def test_who_has_no_certificate_of_the_cluster_is_not_heard(tmp_path: Path, known: str) -> None:
+    config = on_nodes(config_of(), tmp_path / "own", join_timeout_s=0.5)
+    nodes = Nodes(config, [1], lambda error: None)
+    try:
+        if known == "nothing":
+            with socket.create_connection(nodes.address, DEADLINE_S) as stranger:
+                stranger.sendall(encode(JoinNode(1, 2, 2, __version__)))
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1024):  # an alert
+                    pass
+        else:
+            foreign = msgspec.structs.replace(config, tls=tls_of(tmp_path / "foreign"))
+            with pytest.raises(ssl.SSLCertVerificationError):
+                connect(foreign)
+            tls = msgspec.structs.replace(foreign.tls, authority=config.tls.authority)
+            assert_refused(msgspec.structs.replace(config, tls=tls), encode(JoinNode(1, 2, 2, __version__)))
+        with pytest.raises(EngineDeadError, match="node 1 of 2 did not join"):
+            nodes.wait()
+    finally:
+        nodes.close()
+
+
+def test_what_a_stranger_sends_is_bounded(tmp_path: Path) -> None:
+    config = on_nodes(config_of(), tmp_path)
+    nodes = Nodes(config, [1], lambda error: None)
+    try:
+        assert_refused(config, bytes(2000))
+    finally:
+        nodes.close()
+
+
+def test_a_rank_of_another_start_is_not_heard(tmp_path: Path) -> None:
+    config = on_nodes(config_of(), tmp_path)
+    nodes = Nodes(config, [1], lambda error: None)
+    try:
+        assert_refused(config, encode(JoinRank(bytes(16), 1, is_news=False)))
+    finally:
+        nodes.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"nnodes": 2}, "--nnodes: 3 ranks cannot be shared evenly by 2 nodes"),
+        ({"nnodes": 3, "node_rank": 3}, "--node-rank: 3, but --nnodes is 3, counted from 0"),
+        ({"nnodes": 3}, "--master-addr: required with --nnodes"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, int], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        ParallelConfig(tensor_parallel_size=3, **settings)
+
+
+def test_models_that_differ_are_refused() -> None:
+    check_models([b"one"] * 4, 2)
+    with pytest.raises(ModelLoadError, match="model: rank 2, on node 1, has other model files than rank 0"):
+        check_models([b"one", b"one", b"two", b"two"], 2)
