@@ -19,6 +19,7 @@ from common.engine.contract.step import Fence
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, KVSpec
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedDecodes
 from common.engine.devices.operators import Operators
+from common.engine.devices.ranks import Ranks
 from common.engine.kv_connector import Fences
 from common.engine.quantization.base import QuantizedLinear
 from common.engine.sampling.draws import Draws, Penalties
@@ -97,6 +98,9 @@ class Device(Protocol):
 
     def can_multiply(self, layer: type[QuantizedLinear]) -> bool:
         """True if the device computes such layers at a useful speed."""
+
+    def collectives(self, ranks: Ranks) -> Ranks:
+        """The same ranks, which meet in the fastest way that this device has. Called by all of them."""
 
     def operators(self) -> Operators | None:
         """For decoders that can be fused; None if there are none, or kernels are off."""

@@ -36,8 +36,9 @@ class Operators(Protocol):
     def attention(self, kv_cache: torch.Tensor) -> ProjectionAttention:
         """Attention over the KV cache."""
 
-    def embed(self, table: torch.Tensor) -> Embed:
-        """Embeddings from a table [vocabulary, size]."""
+    def embed(self, table: torch.Tensor, first: int | None = None) -> Embed:
+        """Embeddings from a table [vocabulary, size]; or of the tokens from `first` on, which the last row, of zeros,
+        follows for all others."""
 
     def linear(self, linear: AnyLinear) -> PerToken:
         """The linear layer; its own weight may be given up."""
@@ -47,3 +48,9 @@ class Operators(Protocol):
 
     def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         """silu(gate) * up, where gate and up are the halves of the linear layer's outputs; see `linear`."""
+
+
+def rows_of_part(token_ids: torch.Tensor, first: int, zeros: int) -> torch.Tensor:
+    """Rows in a table of the tokens from `first` on, where row `zeros`, the last, stands for all others."""
+    rows = token_ids - first
+    return torch.where((rows >= 0) & (rows < zeros), rows, zeros)

@@ -26,10 +26,11 @@ from common.engine.devices.attention import (
     Rotary,
 )
 from common.engine.devices.operators import AddNorm, Embed, Operators, PerToken
+from common.engine.devices.ranks import Ranks
 from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
 from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
 from common.engine.model.probe import ProbedModel
-from common.engine.model.ranks import Ranks, together
+from common.engine.model.ranks import together
 from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_bias
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -246,13 +247,14 @@ def _linear(operators: Operators, module: nn.Module) -> PerToken:
 
 def _embedding(operators: Operators, module: nn.Module) -> Embed:
     """The embedding, with the tokens of all ranks."""
-    local = operators.embed(cast("nn.Embedding", _local(module)).weight.detach())
+    table = cast("nn.Embedding", _local(module)).weight.detach()
     if not isinstance(module, CutEmbedding):
-        return local
+        return operators.embed(table)
+    local, collect = operators.embed(table, module.first), module.collect  # without the module
 
     def embed(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, delta = local(module.rows_of(token_ids))
-        return module.collect(hidden), delta
+        hidden, delta = local(token_ids)
+        return collect(hidden), delta
 
     return embed
 

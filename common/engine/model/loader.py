@@ -20,6 +20,7 @@ from common.engine.config import Kernels, ModelConfig
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
+from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.fingerprint import fingerprint_model
@@ -28,7 +29,7 @@ from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.parallel_plan import heads_of, refused
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.model.rank_loader import load_rank
-from common.engine.model.ranks import OneRank, Ranks, together
+from common.engine.model.ranks import together
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -54,6 +55,7 @@ class LoadedModel:
     step_sampler: StepSampler | None
     rounding: str  # see fingerprint_model
     device: Device
+    ranks: Ranks
     dtype: torch.dtype
     kv_groups: tuple[KVGroupSpec, ...]  # with the heads of the whole model
     kv_spec: KVSpec  # of the layers of each group, with this rank's heads
@@ -77,8 +79,14 @@ def load_model(
     raw_config = _read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
     if ranks.size > 1:
-        _check_ranks(config, raw_config, ranks.size)
+        _check_weights(config, raw_config)
     weight_files = _find_weights(directory)
+    ranks = device.collectives(ranks)
+    if config.batch_invariant and not ranks.sums_in_order:
+        raise ConfigError(
+            f"batch_invariant: with 1 or 2 ranks, but there are {ranks.size} that do not share memory",
+            param="batch_invariant",
+        )
     with _quiet_transformers():
         found = _load_and_probe(_Source(directory, weight_files, config, device, quantized, ranks), group_layers)
     model, probed = found.model, found.probed
@@ -99,6 +107,7 @@ def load_model(
         step_sampler=device.step_sampler(found.kernels),
         rounding=_rounding(device, ranks.size) if config.batch_invariant else "",
         device=device,
+        ranks=ranks,
         dtype=model.dtype,
         kv_groups=kv_groups,
         kv_spec=replace(probed.spec, num_layers=len(kv_groups[0].layers)),
@@ -133,11 +142,9 @@ def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type
     return layer
 
 
-def _check_ranks(config: ModelConfig, raw_config: dict[str, Any], size: int) -> None:
+def _check_weights(config: ModelConfig, raw_config: dict[str, Any]) -> None:
     if config.quantization is not None or raw_config.get("quantization_config"):
         raise refused("quantised weights are supported for one rank only")
-    if config.batch_invariant and size > 2:  # sums of three numbers depend on their order, which depends on the batch
-        raise ConfigError(f"batch_invariant: with 1 or 2 ranks, but there are {size}", param="batch_invariant")
 
 
 def _of_all_ranks(

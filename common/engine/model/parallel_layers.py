@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from common.engine.devices.operators import rows_of_part
+
 Collect = Callable[[torch.Tensor], torch.Tensor]
 """From a rank's outputs [..., size] to those of the whole layer [..., another size]."""
 
@@ -37,16 +39,11 @@ class CutEmbedding(nn.Module):
         self.local = local
         self.collect = collect
         self.num_embeddings = num_embeddings
-        self._first = first
-
-    def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The tokens' rows in this rank's table."""
-        rows, zeros = token_ids - self._first, len(self.local.weight) - 1
-        return torch.where((rows >= 0) & (rows < zeros), rows, zeros)
+        self.first = first
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., size]"""
-        return self.collect(self.local(self.rows_of(token_ids)))
+        return self.collect(self.local(rows_of_part(token_ids, self.first, len(self.local.weight) - 1)))
 
 
 class CollectedExperts(nn.Module):

@@ -26,10 +26,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
+from common.engine.devices.ranks import Ranks
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding
 from common.engine.model.parallel_plan import Part, RankPlan, heads_of, plan_of, refused
-from common.engine.model.ranks import Ranks
 from common.errors import ModelLoadError
 
 

@@ -1,67 +1,28 @@
-"""The ranks that compute a model together, and what they tell each other while they do."""
+"""Ranks over gloo, which work everywhere: they find each other, and meet in other ways where these are faster."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
+from common.engine.devices.ranks import Ranks
 from common.errors import EngineDeadError
 
 _LOAD_TIMEOUT = timedelta(hours=1)  # a driver ends ranks earlier that wait for one that is gone
 _LOOPBACK = "127.0.0.1"  # of ranks of one host; nothing of theirs is seen on the network
 
 
-class Ranks(Protocol):
-    """One rank's end of the collectives. All ranks make the same calls in the same order, each on its worker's
-    thread. Calls raise EngineDeadError if another rank is gone, or late."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same to the last bit on each. `tensor` may be overwritten."""
-
-    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, [..., n] each of two or more dimensions, joined in the order of ranks to
-        [..., size * n]."""
-
-    def wait_for_all(self) -> None:
-        """Returns when all ranks have called it, also if that takes minutes, as loading weights may."""
-
-    def close(self) -> None:
-        """Leaves the others. Idempotent."""
-
-
-class OneRank:
-    """See Ranks. There are no others."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
-        return tensor
-
-    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Ranks."""
-        return tensor
-
-    def wait_for_all(self) -> None:
-        """See Ranks."""
-
-    def close(self) -> None:
-        """See Ranks."""
-
-
 class GlooRanks:
     """See Ranks. Processes over gloo, which meet at a store of torch.distributed, for instance a
     FileStore."""
+
+    can_record = False
 
     def __init__(
         self,
@@ -78,6 +39,8 @@ class GlooRanks:
         `timeout_s`."""
         self.rank = rank
         self.size = size
+        self.timeout_s = timeout_s
+        self.sums_in_order = size <= 2  # sums of three numbers depend on their order, which depends on the batch
         self._store = store
         self._num_waits = 0
         timeout = timedelta(seconds=timeout_s)

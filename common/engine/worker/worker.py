@@ -16,12 +16,12 @@ from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, StepFences
+from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.kv_connector import NO_FENCES, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.loader import LoadedModel, load_model
-from common.engine.model.ranks import OneRank, Ranks
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
@@ -77,6 +77,7 @@ class Worker:
             self._connector = create_connector(self._config.connector)
         device_number = self._config.parallel.device_of(self.rank)
         loaded = self._loaded = load_model(self._config.model, device_number, self._group_layers, self._ranks)
+        self._ranks = loaded.ranks
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
         try:
@@ -127,7 +128,7 @@ class Worker:
             ),
             proposer=self._proposer(),
         )
-        if not self._config.model.enforce_eager and self._ranks.size == 1:  # collectives cannot be recorded
+        if not self._config.model.enforce_eager and self._ranks.can_record:
             self._runner.record_decodes()
 
     def measure_steps(self) -> list[tuple[int, float]]:

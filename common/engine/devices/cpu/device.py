@@ -18,8 +18,10 @@ from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.devices.cpu.operators import CpuOperators
 from common.engine.devices.cpu.packed_linear import pack_linears
 from common.engine.devices.cpu.sampler import CompiledSampler, can_sample, checked_sampler
+from common.engine.devices.cpu.shared_ranks import share_memory
 from common.engine.devices.cpu.streamed_int8_linear import compile_linears
 from common.engine.devices.decode_inputs import DecodeLimits, Forward
+from common.engine.devices.ranks import Ranks
 from common.engine.devices.torch.attention_check import check_attention
 from common.engine.devices.torch.device import TorchDevice
 from common.engine.quantization.base import QuantizedLinear
@@ -48,6 +50,10 @@ class CpuDevice(TorchDevice):
     def can_multiply(self, layer: type[QuantizedLinear]) -> bool:
         """See Device."""
         return issubclass(layer, Int8Linear) or super().can_multiply(layer)
+
+    def collectives(self, ranks: Ranks) -> Ranks:
+        """See Device."""
+        return share_memory(ranks) if self._has_kernels and ranks.size > 1 else ranks
 
     def operators(self) -> CpuOperators | None:
         """See Device."""

@@ -50,9 +50,9 @@ class CpuOperators:
         """See Operators."""
         return BatchInvariantAttention(kv_cache) if self._batch_invariant else CpuAttention(kv_cache)
 
-    def embed(self, table: torch.Tensor) -> Embed:
+    def embed(self, table: torch.Tensor, first: int | None = None) -> Embed:
         """See Operators."""
-        return _Embed(table)
+        return _Embed(table, first)
 
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
@@ -81,10 +81,12 @@ class CpuOperators:
 
 
 class _Embed:
-    def __init__(self, table: torch.Tensor) -> None:
+    def __init__(self, table: torch.Tensor, first: int | None) -> None:
         self._dtype = table.dtype
         self._size = table.shape[1]
-        self._call = Call(embed_kernel(element_type_of(table.dtype), self._size))
+        of_part = {} if first is None else {"first": first, "zeros": len(table) - 1}
+        kernel = embed_kernel(element_type_of(table.dtype), self._size, is_part=first is not None)
+        self._call = Call(kernel, **of_part)
         self._call.keep("table", table.contiguous())
 
     def __call__(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

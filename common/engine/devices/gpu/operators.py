@@ -19,7 +19,7 @@ from common.engine.devices.gpu.attention import (
 )
 from common.engine.devices.gpu.kernels.elementwise import add_norm_kernel, silu_mul_kernel
 from common.engine.devices.gpu.kernels.linear import linear_kernel
-from common.engine.devices.operators import AddNorm, Embed, PerToken
+from common.engine.devices.operators import AddNorm, Embed, PerToken, rows_of_part
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.quantization.base import AnyLinear, QuantizedLinear
 from common.errors import ConfigError
@@ -45,9 +45,9 @@ class TritonOperators:
         """See Operators."""
         return BatchInvariantTritonAttention(kv_cache) if self._batch_invariant else TritonAttention(kv_cache)
 
-    def embed(self, table: torch.Tensor) -> Embed:
+    def embed(self, table: torch.Tensor, first: int | None = None) -> Embed:
         """See Operators."""
-        return partial(_embed, table)
+        return partial(_embed, table, first)
 
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
@@ -117,7 +117,9 @@ class BatchInvariantLinear:
         return out
 
 
-def _embed(table: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _embed(table: torch.Tensor, first: int | None, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if first is not None:
+        token_ids = rows_of_part(token_ids, first, len(table) - 1)
     rows = functional.embedding(token_ids, table)
     return rows.float(), torch.zeros_like(rows)
 

@@ -14,6 +14,7 @@ from common.engine.devices.base import Device, Memory, RowSampler, StepSampler
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedDecodes
 from common.engine.devices.host_memory import HostMemory
 from common.engine.devices.operators import Operators
+from common.engine.devices.ranks import Ranks
 from common.engine.devices.torch.attention import TorchAttention
 from common.engine.quantization.base import QuantizedLinear
 from common.errors import ConfigError
@@ -49,6 +50,10 @@ class TorchDevice(Device):
     def can_multiply(self, layer: type[QuantizedLinear]) -> bool:
         """See Device."""
         return not layer.needs_kernels
+
+    def collectives(self, ranks: Ranks) -> Ranks:
+        """See Device."""
+        return ranks
 
     def operators(self) -> Operators | None:
         """See Device."""

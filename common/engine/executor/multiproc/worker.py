@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from common.engine.config import EngineConfig
+from common.engine.devices.ranks import OneRank
 from common.engine.executor.multiproc.rendezvous import open_rendezvous
-from common.engine.model.ranks import GlooRanks, OneRank
+from common.engine.model.ranks import GlooRanks
 from common.engine.worker.worker import Worker
 
 GRACE_S = 5.0  # the driver's time for a step is over before that of a collective: it knows which rank is stopped

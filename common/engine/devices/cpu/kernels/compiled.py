@@ -92,6 +92,7 @@ class Recording:
         """`take` gives memory for results."""
         self.calls: list[RecordedCall] = []
         self.tensors: list[torch.Tensor] = []  # whose addresses the calls have
+        self.checks: dict[Callable[[], None], None] = {}  # after the calls
         self.take = take
 
 
@@ -121,6 +122,15 @@ def result(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for the result of a call. If calls are recorded, it is that of the result before the last."""
     recording = _recorder.recording
     return torch.empty(shape, dtype=dtype) if recording is None else recording.take(shape, dtype)
+
+
+def check_after(check: Callable[[], None]) -> None:
+    """Calls `check`, which raises if the calls so far have failed; if they are recorded, whenever they have run."""
+    recording = _recorder.recording
+    if recording is None:
+        check()
+    else:
+        recording.checks[check] = None
 
 
 class Call:

@@ -10,25 +10,27 @@ from common.engine.devices.cpu.kernels.language import Builder, ElementType, Poi
 
 
 @cache
-def embed_kernel(element: ElementType, size: int) -> Kernel:
+def embed_kernel(element: ElementType, size: int, *, is_part: bool = False) -> Kernel:
     """hidden = rows of the table, delta = 0.
 
     token_ids [tokens], table [vocabulary, size] of `element`; hidden float32 and delta of `element`, [tokens, size].
+    `is_part`: the table is of the tokens from `first` on, up to row `zeros`, which stands for all others.
     """
     lanes = lanes_of(size)
 
     def body(b: Builder, token: Value, a: Any) -> None:
-        row = a.table.at(a.token_ids.at(token).load() * size)
+        number = a.token_ids.at(token).load()
+        if is_part:
+            number = number - a.first
+            number = b.select((number >= 0) & (number < a.zeros), number, a.zeros)
+        row = a.table.at(number * size)
         hidden, delta = (each.at(token * size) for each in (a.hidden, a.delta))
         with b.loop(0, size, lanes) as i:
             hidden.at(i).store(row.at(i).load(lanes))
             delta.at(i).store(b.number(0.0, lanes))
 
-    return Kernel(
-        "embed",
-        {"token_ids": ElementType.INT64, "table": element, "hidden": ElementType.FLOAT32, "delta": element},
-        body,
-    )
+    arguments = {"token_ids": ElementType.INT64, "table": element, "hidden": ElementType.FLOAT32, "delta": element}
+    return Kernel("embed", arguments | (dict.fromkeys(("first", "zeros")) if is_part else {}), body)
 
 
 @cache

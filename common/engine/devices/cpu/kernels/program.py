@@ -27,7 +27,7 @@ _CALL_SIZE = 2  # a kernel and its arguments, as addresses
 # be running on its core: the others sleep, and spin for a shorter time at the next call.
 _SPINS = 2000
 _SPINS_AFTER_SLEEP = 300
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # Linux's number of the system call
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # Linux's number of the system call
 _WAIT, _WAKE = 128, 129  # operations of it, within a process
 _ALL = 1 << 30
 
@@ -37,7 +37,7 @@ class Program:
 
     def __init__(self, recording: Recording) -> None:
         """Raises CannotRecordError on processors whose system calls are not known here."""
-        if _FUTEX is None:
+        if FUTEX is None:
             raise CannotRecordError(f"programs do not run on {platform.machine()}")
         calls = recording.calls
         self._kept = recording
@@ -52,8 +52,10 @@ class Program:
         self._address = ctypes.addressof(self._program)
 
     def run(self) -> None:
-        """Does what was recorded again."""
+        """Does what was recorded again. Raises what its checks raise."""
         compiled.run_on_threads(_runner().address, self._address, self._num_threads)
+        for check in self._kept.checks:
+            check()
 
 
 class Workspace:
@@ -108,8 +110,8 @@ def _wait_for_all(b: Builder, program: Pointer, num_threads: Value, max_spins: V
     is_last = arrived.add_shared(1) + 1 >= num_threads
 
     def futex(operation: int, value: Operand) -> None:
-        assert _FUTEX is not None
-        b.call(program.at(_SYSCALL).load(), _FUTEX, round_.number, operation, value, 0, 0, 0)
+        assert FUTEX is not None
+        b.call(program.at(_SYSCALL).load(), FUTEX, round_.number, operation, value, 0, 0, 0)
 
     with b.when(is_last):
         arrived.share(0)

@@ -60,6 +60,20 @@ class RankProcesses:
             process.stdout.close()
 
 
+class NotingDriver(Driver):
+    """Notes log probabilities by request."""
+
+    def __init__(self, worker, block_size):
+        super().__init__(worker, block_size)
+        self.logprobs = {}
+
+    def step(self, scheduled):
+        result = super().step(scheduled)
+        for request_id, [token] in result.outcomes.items():
+            self.logprobs.setdefault(request_id, []).append(token.logprobs and token.logprobs.sampled)
+        return result
+
+
 def generate(job, ranks):
     """Greedy tokens of all prompts at once, and facts of the rank."""
     from common.engine.worker.worker import Worker
@@ -79,13 +93,14 @@ def generate(job, ranks):
         storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage() for weight in weights.values()}
         buffers = {name.replace(".local", ""): buffer.tolist() for name, buffer in loaded.model.named_buffers()}
         worker.initialize_kv_cache(NUM_BLOCKS)
-        driver = Driver(worker, block_size)
+        driver = NotingDriver(worker, block_size)
         sampling = SamplingParams(**job.get("sampling", {"temperature": 0.0}))
         requests = [driver.add(f"r{n}", prompt, sampling) for n, prompt in enumerate(job["prompts"])]
         tokens = driver.run(requests, job["num_tokens"], job.get("chunk", 1000))
         worker.execute(SchedulerOutput(dropped_request_ids=[*driver.computed]))
         return {
             "tokens": tokens,
+            "logprobs": list(driver.logprobs.values()),
             "kernels": facts.kernels,
             "fingerprint": facts.fingerprint.hex(),
             "layout": [facts.layout.tensor_parallel_size, facts.layout.groups[0].num_kv_heads],
@@ -97,6 +112,15 @@ def generate(job, ranks):
         }
     finally:
         worker.close()
+
+
+@contextlib.contextmanager
+def apart():
+    from common.engine.devices.cpu import shared_ranks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(shared_ranks, "_map")
+        yield
 
 
 @contextlib.contextmanager
@@ -117,7 +141,11 @@ def answer_to(job):
         store = FileStore(job["store"], job["size"])
         join_timeout_s = job.get("join_timeout_s", 60.0)
         ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=20.0, join_timeout_s=join_timeout_s)
-        with broken_kernels() if job.get("broken") == ranks.rank else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if job.get("broken") == ranks.rank:
+                stack.enter_context(broken_kernels())
+            if not job.get("shares_memory", True):
+                stack.enter_context(apart())
             return generate(job, ranks)
     except BatonError as error:
         return {"error": type(error).__name__, "message": str(error), "param": getattr(error, "param", None)}

@@ -11,12 +11,12 @@ from common.engine.devices.cpu import attention as cpu_attention
 from common.engine.devices.cpu import operators as cpu_operators
 from common.engine.devices.cpu.kernels.attention import Scores
 from common.engine.devices.cpu.operators import CpuOperators
+from common.engine.devices.ranks import OneRank
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.fused_decoder import can_fuse, fuse_decoder
 from common.engine.model.loader import load_model
 from common.engine.model.parallel_layers import CollectedLinear
 from common.engine.model.probe import probe_model
-from common.engine.model.ranks import OneRank
 from tests.tiny_models import TINY_MODELS, tiny_model_dir
 
 FUSED = {"llama", "qwen3", "mistral"}

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from common.engine.model.ranks import GlooRanks, OneRank, together
+from common.engine.devices.ranks import OneRank
+from common.engine.model.ranks import GlooRanks, together
 from common.errors import EngineDeadError
 
 

@@ -133,14 +133,25 @@ def test_outputs_that_are_gathered_and_inputs_that_are_split(run, tmp_path):
         assert answer["tokens"] == expected_of(directory)
 
 
-def test_batch_invariance_on_two_ranks(run, error_of):
+def test_batch_invariance_on_two_ranks(run):
     directory = demo_model_path()
     answers = run(2, directory, settings={"batch_invariant": True}, block_size=16)
     (alone,) = run(1, directory, settings={"batch_invariant": True}, block_size=16)
     assert answers[0]["tokens"] == answers[1]["tokens"] == alone["tokens"]
     assert answers[0]["fingerprint"] == answers[1]["fingerprint"] != alone["fingerprint"]
-    error, param, _ = error_of(4, directory, settings={"batch_invariant": True})
+
+
+def test_batch_invariance_on_four_ranks_that_share_memory(run, error_of, tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = tiny_config("LlamaConfig", head_dim=64, num_hidden_layers=1, vocab_size=512, **sizes)
+    job = {"settings": {"batch_invariant": True}, "sampling": {"temperature": 0.0, "num_logprobs": 1}}
+    job |= {"directory": saved(tmp_path, config), "block_size": 16}
+    together = run(4, **job)
+    alone = [run(4, **job, prompts=[prompt], chunk=1000)[0] for prompt in PROMPTS]
+    assert [answer["logprobs"] for answer in together] == [[each["logprobs"][0] for each in alone]] * 4
+    error, param, message = error_of(4, **job, shares_memory=False)
     assert (error, param) == ("ConfigError", "batch_invariant")
+    assert "4 that do not share memory" in message
 
 
 def test_kernels_that_fail_on_one_rank_are_used_on_none(run):

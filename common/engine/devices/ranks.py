@@ -1,0 +1,55 @@
+"""The ranks that compute a model together, and what they tell each other while they do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Ranks(Protocol):
+    """One rank's end of the collectives. All ranks make the same calls in the same order, each on its worker's
+    thread. Calls raise EngineDeadError if another rank is gone, or late."""
+
+    rank: int
+    size: int
+    timeout_s: float  # most seconds that a call waits for the others
+    can_record: bool  # collectives may be part of recorded decode steps
+    sums_in_order: bool  # a sum does not depend on what else is summed beside it
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same to the last bit on each. `tensor` may be overwritten."""
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, [..., n] each of two or more dimensions, joined in the order of ranks to
+        [..., size * n]."""
+
+    def wait_for_all(self) -> None:
+        """Returns when all ranks have called it, also if that takes minutes, as loading weights may."""
+
+    def close(self) -> None:
+        """Leaves the others. Idempotent."""
+
+
+class OneRank:
+    """See Ranks. There are no others."""
+
+    rank = 0
+    size = 1
+    timeout_s = 0.0
+    can_record = True
+    sums_in_order = True
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        return tensor
+
+    def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Ranks."""
+        return tensor
+
+    def wait_for_all(self) -> None:
+        """See Ranks."""
+
+    def close(self) -> None:
+        """See Ranks."""
