@@ -184,14 +184,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return "multiproc" if self.executor == "inproc" and self.num_ranks > 1 else self.executor
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of one engine, on all its machines."""
+        return self.tensor_parallel_size
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks on each machine: the first has the first ones."""
         return self.num_ranks // self.nnodes
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of one engine, on all machines."""
-        return self.tensor_parallel_size
 
     def device_of(self, rank: int) -> int:
         """Number of the GPU of this rank on its machine."""

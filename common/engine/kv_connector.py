@@ -59,6 +59,7 @@ class BlockTransfer:
     fence: Fence = 0
     num_last: int = 1  # blocks at the end that hold `num_tokens_in_last` tokens, each of another KV group
     slots: tuple[int, ...] = ()  # of a rank: where its engine's ranks put these blocks together, see SlotConnector
+    content: bytes = b""  # loads by a rank that does not see the slots: what is in them for it
 
     def num_tokens_in(self, index: int, block_size: int) -> int:
         """Tokens in the block of this index."""
@@ -74,6 +75,7 @@ class TransferResult:
     error: str = ""  # reason label (TransferError.reason) if not all were
     digests: tuple[bytes, ...] = ()  # saves of a direct connector only: of the blocks moved, see PartDigest
     found: tuple[bool, ...] = ()  # lookups only: which of the blocks a load would find
+    content: bytes = b""  # saves by a rank that does not see the slots: what it has for them
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ class Rendered(NamedTuple):
         for manifest in self.manifests:
             if "template" in manifest.get("spec", {}):
                 yield manifest["metadata"]["name"], manifest["spec"]["template"]
+            if manifest["kind"] == "LeaderWorkerSet":
+                group = manifest["spec"]["leaderWorkerTemplate"]
+                yield manifest["metadata"]["name"], group["leaderTemplate"]
+                yield f"{manifest['metadata']['name']}-node", group["workerTemplate"]
 
 
 @cache
@@ -57,7 +61,7 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
         target = values
         for parent in parents:
             target = target.setdefault(parent, {})
-        target[last] = value
+        target[last] = dict(value) if isinstance(value, dict) else value
     return values
 
 

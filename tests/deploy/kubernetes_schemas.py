@@ -32,6 +32,11 @@ def _validate(text: str, version: str) -> None:
         kubernetes_validate.validate(manifest, version, strict=True)
     else:
         schema.validate(manifest)
+    if manifest["kind"] == "LeaderWorkerSet":
+        for name in ("leaderTemplate", "workerTemplate"):
+            template = manifest["spec"]["leaderWorkerTemplate"][name]
+            pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template}
+            kubernetes_validate.validate(pods, version, strict=True)
 
 
 @cache

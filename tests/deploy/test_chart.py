@@ -128,6 +128,37 @@ def test_a_pod_is_restarted_when_its_own_settings_change() -> None:
     assert changed == {"demo-baton-decode"}
 
 
+SEVERAL_NODES = {
+    "decode.nodes": 2,
+    "decode.replicas": 3,
+    "decode.settings.tensor_parallel_size": 4,
+    "clusterTls.mode": "certManager",
+}
+
+
+def test_a_pod_of_several_nodes_is_a_group() -> None:
+    rendered = render(nested(SEVERAL_NODES))
+    check(rendered, VERSIONS)
+    spec = rendered.named("LeaderWorkerSet", "demo-baton-decode")["spec"]
+    assert spec["replicas"] == 3
+    group = spec["leaderWorkerTemplate"]
+    assert (group["size"], group["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    [leader], [worker] = (group[each]["spec"]["containers"] for each in ("leaderTemplate", "workerTemplate"))
+    assert leader["args"][-3:] == ["--nnodes=2", "--node-rank=$(NODE_RANK)", "--master-addr=$(POD_IP)"]
+    assert worker["args"] == [*leader["args"][:-1], "--master-addr=$(LWS_LEADER_ADDRESS)"]
+    assert {"startupProbe", "livenessProbe", "readinessProbe", "ports"} == leader.keys() - worker.keys()
+    [service] = (each for each in rendered.of_kind("Service") if each["metadata"]["name"] == "demo-baton-decode")
+    for template, is_served in ((group["leaderTemplate"], True), (group["workerTemplate"], False)):
+        assert (service["spec"]["selector"].items() <= template["metadata"]["labels"].items()) == is_served
+
+
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+def test_groups_are_scaled(kind: str) -> None:
+    rendered = render(values_of({"autoscaling": kind}) | nested(SEVERAL_NODES | {"decode.autoscaling.enabled": True}))
+    scaler = rendered.named({"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[kind], "demo-baton-decode")
+    assert scaler["spec"]["scaleTargetRef"]["kind"] == "LeaderWorkerSet"
+
+
 CONTRADICTIONS = {
     "model.hub.repository": {"model.source": "hub"},
     "model.hub.revision": {"model.source": "hub", "model.hub.repository": "Qwen/Qwen3-0.6B"},
@@ -166,6 +197,8 @@ CONTRADICTIONS = {
     "set clusterTls.secrets.decode": {
         "clusterTls": {"mode": "secret", "secrets": {"router": "router", "prefill": "prefill"}}
     },
+    "set clusterTls.mode": {"decode.nodes": 2, "decode.settings.tensor_parallel_size": 2},
+    "set decode.settings.tensor_parallel_size to a multiple": {"decode.nodes": 2, "clusterTls.mode": "certManager"},
     "set router.tls.secret": {"router.tls.enabled": True},
     "router.tls.certManager.issuerRef exclude": {
         "router.tls": {"enabled": True, "secret": "public", "certManager": {"issuerRef": {"name": "corp"}}}

@@ -114,8 +114,20 @@ ALWAYS = {
             {("prefill", "redis", 6379), ("decode", "redis", 6379)},
         ),
         ({"connector.type": "shared-storage"}, set()),
+        (
+            {
+                "connector.type": "shared-storage",
+                "clusterTls.mode": "certManager",
+                "decode.nodes": 2,
+                "decode.settings.tensor_parallel_size": 2,
+            },
+            {
+                *(("decode-node", "decode", port) for port in (8200, 9100, 29500, UCX_PORT)),
+                ("decode", "decode-node", UCX_PORT),
+            },
+        ),
     ],
-    ids=["nixl", "redis", "shared-storage"],
+    ids=["nixl", "redis", "shared-storage", "several nodes"],
 )
 def test_only_what_is_needed_is_allowed(values: dict[str, Any], more: set[tuple[str, str, int]]) -> None:
     assert set(connections(values)) == ALWAYS | more

@@ -128,6 +128,16 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
             "router.drainSeconds": 2.5,
         },
     },
+    "nodes": {
+        "one": {},
+        "two": {
+            "prefill.nodes": 2,
+            "prefill.settings.tensor_parallel_size": 2,
+            "decode.nodes": 2,
+            "decode.settings.tensor_parallel_size": 4,
+            "clusterTls.mode": "certManager",
+        },
+    },
     "names": {
         "default": {},
         "own": {

@@ -25,7 +25,7 @@ _OWNED_OF_ROUTER = {
 }
 _OWNED_OF_PODS = {
     *("pod_id", "metrics_port", "connector", "connector_path", "connector_options", "drain_timeout_s", "device"),
-    *("advertise", "registry_lease_s"),
+    *("advertise", "registry_lease_s", "nnodes", "node_rank", "master_addr", "master_port"),
 }
 
 

@@ -32,7 +32,7 @@ from common.engine.config import EngineConfig
 from common.engine.contract.layout import KVLayout
 from common.engine.kv_connector import BlockTransfer, Connector, OpenConnector, TransferResult, WorkerConnector
 from common.engine.worker.connector import create_connector
-from common.engine.worker.slots import open_slots, slots_bytes
+from common.engine.worker.slots import ELSEWHERE, SlotHeads, open_slots, slots_bytes
 from common.errors import ConfigError, TransferCancelledError, TransferTimeoutError
 
 _MEMORY = "/dev/shm"  # noqa: S108 - of the file only its owner may open
@@ -87,6 +87,14 @@ class Staging(NamedTuple):
 
     store: StagedStore | None  # the driver's, if the connector moves whole blocks
     config: EngineConfig  # for the ranks
+
+    @property
+    def config_elsewhere(self) -> EngineConfig:
+        """For ranks on other machines."""
+        connector = self.config.connector
+        if self.store is None or connector is None:
+            return self.config
+        return msgspec.structs.replace(self.config, connector=msgspec.structs.replace(connector, slots_path=ELSEWHERE))
 
 
 def stage_connector(config: EngineConfig) -> Staging:
@@ -296,7 +304,7 @@ class StagedStore:
         self, ranks: OpenConnector, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]
     ) -> OpenConnector:
         """Opens the connector over those of all ranks, which have opened the slots."""
-        slots = open_slots(self.path, layout)
+        slots = self._slots = open_slots(self.path, layout)
         self._remove_file()
         kept = self._whole.register_kv_cache(slots, fingerprint, layout.of_store, on_settled)
         staged = self._staged = StagedConnector(self._whole, ranks, len(slots), layout.block_size, on_settled)
@@ -306,6 +314,10 @@ class StagedStore:
     def violations(self) -> list[str]:
         """See StagedConnector."""
         return [] if self._staged is None else self._staged.violations()
+
+    def heads_of(self, rank: int, layout: KVLayout) -> SlotHeads:
+        """A rank's heads in the slots, once they are open."""
+        return SlotHeads(self._slots, layout, rank)
 
     def close(self) -> None:
         """Releases the medium and the memory. Idempotent; safe after a partial start."""

@@ -1,7 +1,8 @@
 """Slots of host memory in which the ranks of an engine put blocks together, for connectors that move whole blocks.
 
 The driver has the connector, over the slots as if they were its KV cache; each rank copies its KV heads between its own
-KV cache and the slots. See `common.engine.executor.staged_connector`.
+KV cache and the slots. A rank on another machine has slots of its own, and its heads travel with its jobs. See
+`common.engine.executor.staged_connector`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ELSEWHERE = "elsewhere"  # path for a rank that cannot open the file
 _SLOTS_BYTES = 32 << 20
 _MIN_SLOTS = 4
 _MAX_SLOTS = 64
@@ -67,16 +69,50 @@ def _dtype(layout: KVLayout) -> torch.dtype:
     return dtype
 
 
+class SlotHeads:
+    """The KV heads of one rank in the slots."""
+
+    def __init__(self, slots: torch.Tensor, layout: KVLayout, rank: int) -> None:
+        whole = layout.of_store
+        self._saved = [
+            slots.narrow(1, part.consumer_head, part.num_heads)
+            for part in map_layouts(layout, whole)
+            if part.producer_rank == rank
+        ]
+        self._loaded = [
+            slots.narrow(1, part.producer_head, part.num_heads)
+            for part in map_layouts(whole, layout)
+            if part.consumer_rank == rank
+        ]
+
+    def loaded(self, slots: Sequence[int]) -> bytes:
+        """What the rank loads of these slots."""
+        return _pack(self._loaded, slots)
+
+    def put_loaded(self, slots: Sequence[int], content: bytes) -> None:
+        """Puts that into other slots."""
+        _unpack(self._loaded, slots, content)
+
+    def saved(self, slots: Sequence[int]) -> bytes:
+        """What the rank has saved to these slots."""
+        return _pack(self._saved, slots)
+
+    def put_saved(self, slots: Sequence[int], content: bytes) -> None:
+        """Puts that into other slots."""
+        _unpack(self._saved, slots, content)
+
+
 class SlotConnector:
     """See WorkerConnector. That of one rank: it does jobs that name slots, one by one on a thread, and leaves others to
     the rank's part of a direct connector, if there is one."""
 
     def __init__(self, path: str, direct: WorkerConnector | None = None) -> None:
-        """`path`: of the file with the slots."""
+        """`path`: of the file with the slots, or ELSEWHERE."""
         self._path = path
         self._direct = direct
         self._jobs: queue.SimpleQueue[tuple[BlockTransfer, bool] | None] = queue.SimpleQueue()  # None closes
         self._thread = threading.Thread(target=self._run, name="kv-slots", daemon=True)
+        self._heads: SlotHeads | None = None  # of slots of its own
         self._lock = threading.Lock()  # guards the next
         self._results: list[TransferResult] = []
 
@@ -90,7 +126,11 @@ class SlotConnector:
         rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
-        slots = open_slots(self._path, layout)
+        if self._path == ELSEWHERE:
+            slots = kv_cache.new_empty(slots_shape(layout), device="cpu")
+            self._heads = SlotHeads(slots, layout, rank)
+        else:
+            slots = open_slots(self._path, layout)
         whole = layout.of_store
         self._out = [
             (
@@ -158,23 +198,27 @@ class SlotConnector:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             transfer, is_load = job
-            error = ""
+            error, content = "", b""
             try:
                 while not self._fences.is_over(transfer.fence):
                     time.sleep(_FENCE_PAUSE_S)
                 if is_load:
+                    if self._heads is not None:
+                        self._heads.put_loaded(transfer.slots, transfer.content)
                     _copy(self._in, transfer.slots, transfer.block_ids)
                 else:
                     _copy(self._out, transfer.block_ids, transfer.slots)
+                    if self._heads is not None:
+                        content = self._heads.saved(transfer.slots)
             except Exception:  # a bug may cost a recompute, but not the thread that all later jobs need
                 logger.exception("blocks could not be copied to or from slots")
                 error = TransferError.reason
-            self._settle(transfer, error)
+            self._settle(transfer, error, content)
 
-    def _settle(self, transfer: BlockTransfer, error: str) -> None:
+    def _settle(self, transfer: BlockTransfer, error: str, content: bytes) -> None:
         num_ok = 0 if error else len(transfer.block_ids)
         with self._lock:
-            self._results.append(TransferResult(transfer.job_id, num_ok, error))
+            self._results.append(TransferResult(transfer.job_id, num_ok, error, content=content))
         self._on_settled()
 
 
@@ -182,3 +226,24 @@ def _copy(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], from_ids: Sequence
     for source, target in parts:
         for from_id, to_id in zip(from_ids, to_ids, strict=True):
             target[to_id].copy_(source[from_id])  # also from and to a GPU: over when it returns
+
+
+def _pack(parts: Sequence[torch.Tensor], ids: Sequence[int]) -> bytes:
+    import torch
+
+    return b"".join(part[each].contiguous().view(torch.uint8).numpy().tobytes() for part in parts for each in ids)
+
+
+def _unpack(parts: Sequence[torch.Tensor], ids: Sequence[int], content: bytes) -> None:
+    """Raises RuntimeError if the content is not of these blocks."""
+    import torch
+
+    wanted = sum(part[0].nbytes for part in parts) * len(ids)
+    if len(content) != wanted:
+        raise RuntimeError(f"{len(content)} bytes for blocks of {wanted}")
+    rest = memoryview(bytearray(content))
+    for part in parts:
+        for each in ids:
+            count = part[each].numel()
+            part[each].copy_(torch.frombuffer(rest, dtype=part.dtype, count=count).view(part[each].shape))
+            rest = rest[part[each].nbytes :]

@@ -77,6 +77,7 @@ from common.engine.executor.staged_connector import Staging, stage_connector
 from common.engine.kv_connector import BlockTransfer, OpenConnector, TransferResult
 from common.engine.launch import EngineFailed
 from common.engine.phases import PhaseClock
+from common.engine.worker.slots import SlotHeads
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
 from common.types import RequestId, SamplingParams
@@ -161,7 +162,13 @@ class MultiprocExecutor:
         if not opened:
             return None
         ranks = join_ranks(opened)
-        return ranks if store is None else store.open(ranks, facts.fingerprint, facts.layout, on_settled)
+        if store is None:
+            return ranks
+        staged = store.open(ranks, facts.fingerprint, facts.layout, on_settled)
+        for number, rank in enumerate(self._ranks):
+            if rank.is_elsewhere:
+                rank.connector.heads = store.heads_of(number, facts.layout)
+        return staged
 
     def measure_steps(self) -> list[tuple[int, float]]:
         """See Executor. Measured here, as ranks that went by clocks of their own would run different steps."""
@@ -235,8 +242,6 @@ class MultiprocExecutor:
         num_here = parallel.ranks_per_node if parallel.nnodes > 1 else self._num_ranks
         nodes: Nodes | None = None
         if parallel.nnodes > 1:
-            if self._staging.store is not None:
-                raise ConfigError("--nnodes: not with a connector that has a store", param="nnodes")
             nodes = Nodes(self._staging.config, range(1, parallel.nnodes), self._fail)
             self._cleanup.callback(nodes.close)
             nodes.wait()
@@ -246,7 +251,7 @@ class MultiprocExecutor:
         self._cleanup.callback(os.close, digests)
         launches = [
             RankLaunch(
-                config=self._staging.config,
+                config=self._staging.config if number < num_here else self._staging.config_elsewhere,
                 rank=number,
                 factory=self._factory,
                 directory=directory if number < num_here else "",
@@ -392,6 +397,7 @@ class _Rank:
         self._news = news
         self._on_failure = on_failure
         self._has_failed = has_failed
+        self.is_elsewhere = digests is not None  # on another machine
         self._digests = digests
         self._thread = threading.Thread(target=self._listen, name=name.partition(" of")[0], daemon=True)
         self._thread.start()
@@ -422,7 +428,7 @@ class _Rank:
                         self._on_failure(self._describe(failed))
         except EOFError:
             self._on_failure(EngineDeadError(f"{self.name} {self.process.describe_end(_EXIT_TIMEOUT_S)}"))
-        except EngineDeadError as error:  # the digests differ
+        except Exception as error:  # noqa: BLE001  the digests differ, or a message is invalid
             self._on_failure(error)
 
     def _describe(self, failed: EngineFailed) -> Exception:
@@ -439,16 +445,22 @@ class RankConnector:
     def __init__(self, news: Channel, num_steps: Callable[[], int]) -> None:
         """`num_steps`: how many have computed something."""
         self.on_settled: Callable[[], None] = lambda: None
+        self.heads: SlotHeads | None = None  # of a rank that does not see the slots
+        self._saves: dict[int, tuple[int, ...]] = {}  # its jobs and their slots
         self._news = news
         self._num_steps = num_steps
         self._settled: deque[TransferResult] = deque()
 
     def start_load(self, transfer: BlockTransfer) -> None:
         """See Connector."""
+        if self.heads is not None and transfer.slots:
+            transfer = replace(transfer, content=self.heads.loaded(transfer.slots))
         self._send(StartLoad(transfer, self._num_steps()))
 
     def start_save(self, transfer: BlockTransfer) -> None:
         """See Connector."""
+        if self.heads is not None and transfer.slots:
+            self._saves[transfer.job_id] = transfer.slots
         self._send(StartSave(transfer, self._num_steps()))
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
@@ -465,6 +477,10 @@ class RankConnector:
 
     def settle(self, results: Sequence[TransferResult]) -> None:
         """The rank has settled jobs. May be called from any thread."""
+        for result in results:
+            slots = self._saves.pop(result.job_id, None)
+            if self.heads is not None and slots is not None and result.num_blocks_ok:
+                self.heads.put_saved(slots, result.content)
         self._settled.extend(results)
         self.on_settled()
 

@@ -191,6 +191,12 @@ connector_options:
 {{- end }}
 {{- end -}}
 
+{{/* What has the pods of a role: root context and role. */}}
+{{- define "baton.workload" -}}
+{{- $several := gt (int (get (index . 0).Values (index . 1)).nodes) 1 -}}
+{apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1, kind: LeaderWorkerSet" "apps/v1, kind: Deployment" $several }}, name: {{ include "baton.fullname" (index . 0) }}-{{ index . 1 }}}
+{{- end -}}
+
 {{- define "baton.podPort" -}}
 {{- if eq . "prefill" -}}8100{{- else -}}8200{{- end -}}
 {{- end -}}
@@ -219,11 +225,10 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* Scheduling of a component: root context and component. */}}
+{{/* Scheduling of a component: root context, the section of its values, and the component. */}}
 {{- define "baton.scheduling" -}}
 {{- $root := index . 0 -}}
-{{- $component := index . 1 -}}
-{{- $values := get $root.Values $component -}}
+{{- $values := get $root.Values (index . 1) -}}
 {{- with $values.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -239,7 +244,7 @@ topologySpreadConstraints:
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels:
-        {{- include "baton.selector" . | nindent 8 }}
+        {{- include "baton.selector" (list $root (index . 2)) | nindent 8 }}
 {{- end }}
 {{- if eq $values.topology.mode "pack" }}
 affinity:

@@ -5,6 +5,7 @@
 {{- include "baton.validate.drain" . -}}
 {{- include "baton.validate.scaling" . -}}
 {{- include "baton.validate.security" . -}}
+{{- include "baton.validate.nodes" . -}}
 {{- include "baton.validate.routes" . -}}
 {{- include "baton.validate.monitoring" . -}}
 {{- end -}}
@@ -140,6 +141,19 @@
 {{- end -}}
 {{- if and $policy.restrictEgress (not $policy.enabled) -}}
 {{- fail "networkPolicy.restrictEgress has no effect: set networkPolicy.enabled: true" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.validate.nodes" -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pod := get $.Values $role -}}
+{{- $ranks := mul (default 1 $pod.settings.tensor_parallel_size) (default 1 $pod.settings.pipeline_parallel_size) -}}
+{{- if and (gt (int $pod.nodes) 1) (mod $ranks $pod.nodes) -}}
+{{- fail (printf "%s.nodes is %d, and %d ranks cannot be shared evenly by as many: set %s.settings.tensor_parallel_size to a multiple" $role (int $pod.nodes) (int $ranks) $role) -}}
+{{- end -}}
+{{- if and (gt (int $pod.nodes) 1) (eq $.Values.clusterTls.mode "off") -}}
+{{- fail (printf "%s.nodes is %d, and nodes know each other by certificates: set clusterTls.mode" $role (int $pod.nodes)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

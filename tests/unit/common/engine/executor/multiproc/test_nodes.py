@@ -16,9 +16,9 @@ import pytest
 
 from common import __version__
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig
 from common.engine.executor.fake import expected_tokens
-from common.engine.executor.multiproc.executor import check_models
+from common.engine.executor.multiproc.executor import MultiprocExecutor, check_models
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
 from common.engine.executor.multiproc.node import connect
 from common.engine.executor.multiproc.nodes import Nodes
@@ -26,6 +26,7 @@ from common.engine.executor.multiproc.protocol import JoinNode, JoinRank, encode
 from common.engine.messages import AddRequest
 from common.errors import EngineDeadError, ModelLoadError
 from common.types import RequestId, SamplingParams
+from tests.unit.common.engine.executor.multiproc import rank_workers
 from tests.unit.common.engine.executor.multiproc.nodes_rig import NodeProcess, node, on_nodes, tls_of
 
 DEADLINE_S = 60.0
@@ -56,6 +57,32 @@ def test_two_machines_say_what_one_says(tmp_path: Path) -> None:
                 assert len(other.ranks()) == 2
                 assert generate(client) == expected_tokens(PROMPT, 24)
                 client.check_integrity()
+
+
+def test_blocks_of_ranks_on_two_machines_are_those_of_one_in_a_store(tmp_path: Path) -> None:
+    stores, tokens = [tmp_path / "one", tmp_path / "two"], expected_tokens(PROMPT, 24)
+    for path in stores:
+        path.mkdir()
+    connectors = [
+        KVConnectorConfig(
+            factory=f"{rank_workers.MODULE}:create_files", name="files", options={"path": str(path), "is_tier": True}
+        )
+        for path in stores
+    ]
+    config = msgspec.structs.replace(config_of(), connector=connectors[0])
+    create = f"{rank_workers.MODULE}:create_lagging"
+    with InprocClient(config, MultiprocExecutor(config, create)) as client:
+        assert generate(client) == tokens
+    config = on_nodes(msgspec.structs.replace(config, connector=connectors[1]), tmp_path)
+    with node(config), InprocClient(config, MultiprocExecutor(config, create)) as client:
+        assert generate(client) == tokens
+        client.reset_prefix_cache()
+        assert generate(client) == tokens
+        assert client.stats().tier_hits > 0
+        client.check_integrity()
+    saved = [{path.name: path.read_bytes() for path in each.iterdir()} for each in stores]
+    assert saved[0].keys() <= saved[1].keys()
+    assert all(saved[1][name] == content for name, content in saved[0].items())
 
 
 def kill(machine: NodeProcess) -> None:
