@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+_SIZES = {"tensor_parallel_size": "TP", "pipeline_parallel_size": "PP", "data_parallel_size": "DP"}
+
 
 class Model(msgspec.Struct, frozen=True):
     """A served model. `reason` says why no request for it can be served; empty: one can."""
@@ -16,6 +18,18 @@ class Model(msgspec.Struct, frozen=True):
     name: str
     reason: str
     num_queued: int
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """A rank of a pod of several. Seconds are those of its steps since its start."""
+
+    rank: int
+    pid: int
+    device: str
+    resident_bytes: int
+    computing_s: float
+    delayed_s: float
+    waiting_s: float
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -31,6 +45,7 @@ class Load(msgspec.Struct, frozen=True):
     prefix_cache_queries: int
     prefix_cache_hits: int
     kv_bytes_loaded: int
+    ranks: list[Rank] = []
 
 
 class Pod(msgspec.Struct, frozen=True):
@@ -44,6 +59,7 @@ class Pod(msgspec.Struct, frozen=True):
     state: str
     detail: str
     load: Load | None
+    parallel_sizes: dict[str, int] = {}  # by setting
 
     @property
     def key(self) -> str:
@@ -54,6 +70,12 @@ class Pod(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """Its id or, before it is first connected, its address."""
         return self.pod_id or self.address
+
+    @property
+    def cut(self) -> str:
+        """How its model is cut over ranks: "TP 2 x PP 2"; empty: it is not."""
+        sizes = [(_SIZES[name], size) for name, size in self.parallel_sizes.items() if name in _SIZES]
+        return " x ".join(f"{letters} {size}" for letters, size in sizes)
 
 
 class Handoffs(msgspec.Struct, frozen=True):

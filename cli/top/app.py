@@ -34,7 +34,8 @@ class TopApp(App[BatonError]):
     .status.-failing { color: ansi_red; text-style: bold reverse; }
     #totals { height: 3; }
     ContentSwitcher { height: 1fr; }
-    .caption, #pod-detail { height: 1; }
+    .caption { height: 1; }
+    #pod-detail { height: auto; max-height: 5; }
     .caption { text-style: bold; }
     #below { height: 5; }
     .-low #below { display: none; }

@@ -87,6 +87,13 @@ POD_COLUMNS: tuple[Column[PodFigures], ...] = (
     Column("OUTPUT/S", "output tokens per second", lambda row: rate(row.output_rate), lambda row: row.output_rate),
     Column("HIT", "prefix cache hits since its start", lambda row: percent(row.hit_rate), lambda row: row.hit_rate),
     Column(
+        "RANKS",
+        "how its model is cut over ranks: TP 2 is a tensor_parallel_size of 2",
+        lambda row: row.pod.cut or UNKNOWN,
+        lambda row: row.pod.cut or None,
+        is_number=False,
+    ),
+    Column(
         "ADDRESS",
         "where the router reaches it",
         lambda row: plain(row.pod.address, 2 * _MAX_NAME_CHARS),

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from cli.top.answers import ClusterView, Load, Pod
-from cli.top.words import byte_rate, count, plain, rate
+from cli.top.answers import ClusterView, Load, Pod, Rank
+from cli.top.words import byte_rate, count, percent, plain, rate
 
 READY = "ready"
 _DIGITS = re.compile(r"(\d+)")
@@ -117,6 +117,26 @@ def handoff_lines(view: ClusterView) -> list[str]:
         return f"{pair}: {count(num_running)} now, {count(num_ended)} ended"
 
     return [line(each.prefill, each.decode, each.num_running, each.num_ended) for each in view.handoffs]
+
+
+def rank_lines(pod: Pod) -> list[str]:
+    """Returns a line for each rank of the pod: what its steps' time went to, since its start."""
+    ranks = [] if pod.load is None else pod.load.ranks
+
+    def line(rank: Rank) -> str:
+        total = rank.computing_s + rank.delayed_s + rank.waiting_s
+        shares = [
+            f"{word} {percent(seconds / total if total else None)}"
+            for word, seconds in (
+                ("computing", rank.computing_s),
+                ("waiting", rank.waiting_s),
+                ("without a core", rank.delayed_s),
+            )
+        ]
+        where = f"rank {rank.rank}: process {rank.pid}, {plain(rank.device)}, {rank.resident_bytes >> 20:,} MiB"
+        return f"{where}, {', '.join(shares)}"
+
+    return [line(rank) for rank in ranks]
 
 
 def _named(pod: Pod) -> str:

@@ -15,7 +15,7 @@ from textual.widgets import Static
 
 from cli.top.answers import ClusterView, Request, RequestList
 from cli.top.columns import POD_COLUMNS, REQUEST_COLUMNS, Order
-from cli.top.figures import READY, ClusterFigures, PodFigures, changes_between, figures_of, handoff_lines
+from cli.top.figures import READY, ClusterFigures, PodFigures, changes_between, figures_of, handoff_lines, rank_lines
 from cli.top.table import Row, SortedTable
 from cli.top.words import plain
 
@@ -186,4 +186,4 @@ def _describe(row: PodFigures) -> str:
     facts += [f"version {plain(pod.version)}"] if pod.version else []
     facts += [f"model {plain(pod.model)}"] if pod.model else []
     why = f": {plain(pod.detail)}" if pod.detail else ""
-    return f"{'  '.join(facts)}  {plain(pod.state)}{why}"
+    return "\n".join([f"{'  '.join(facts)}  {plain(pod.state)}{why}", *rank_lines(pod)])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from cli.top.columns import POD_COLUMNS
-from cli.top.figures import ClusterFigures, figures_of, handoff_lines
+from cli.top.figures import ClusterFigures, figures_of, handoff_lines, rank_lines
 from cli.top.router_api import RouterApi
+from cli.top.words import plain
 
 
 async def take_snapshot(api: RouterApi, interval_s: float) -> str:
@@ -22,10 +23,13 @@ def describe(figures: ClusterFigures, url: str) -> str:
     rows = [header, *([column.text(pod) for column in POD_COLUMNS] for pod in figures.pods)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     table = [_line(cells, widths) for cells in rows] if figures.pods else ["No pods."]
+    ranks = [f"{plain(each.pod.name)} {line}" for each in figures.pods for line in rank_lines(each.pod)]
+    if ranks:
+        ranks = ["", "RANKS (time of their steps since their start)", *ranks]
     handoffs = handoff_lines(figures.view)
     if handoffs:
         handoffs = ["", "HANDOFFS (ended: in the last 10 s)", *handoffs]
-    return "\n".join([url, *figures.summary, "", *table, *handoffs])
+    return "\n".join([url, *figures.summary, "", *table, *ranks, *handoffs])
 
 
 def _line(cells: list[str], widths: list[int]) -> str:

@@ -193,6 +193,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Ranks on each machine: the first has the first ones."""
         return self.num_ranks // self.nnodes
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How the model is cut, by setting; those above 1."""
+        names = [name for name in self.__struct_fields__ if name.endswith("_parallel_size")]
+        return {name: getattr(self, name) for name in names if getattr(self, name) > 1}
+
     def device_of(self, rank: int) -> int:
         """Number of the GPU of this rank on its machine."""
         return self.rank_devices[rank] if self.rank_devices else rank % self.ranks_per_node

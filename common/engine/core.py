@@ -24,7 +24,7 @@ import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import RunningStep, SchedulerOutput
+from common.engine.contract.step import FinishedStep, RunningStep, SchedulerOutput
 from common.engine.executor.base import Executor
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.masks import GrammarMasks
@@ -283,12 +283,16 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Returns the current statistics."""
         stats = msgspec.structs.replace(
-            self._scheduler.stats(), num_failed_recordings=self._executor.num_failed_recordings
+            self._scheduler.stats(),
+            num_failed_recordings=self._executor.num_failed_recordings,
+            ranks=self._executor.rank_figures,
         )
         return stats if self._port is None else self._actor.figures(self._port.figures(stats))
 
     def check_integrity(self) -> IntegrityReport:
-        """Checks the engine's invariants, on all ranks."""
+        """Checks the engine's invariants, on all ranks. Waits for the step that runs, which may still ask for masks."""
+        if self._ahead is not None:
+            self._ahead = self._ahead._replace(running=FinishedStep(self._ahead.running.result()))
         report = self._scheduler.check_integrity()
         violations = report.violations + self._executor.check(self._scheduler.known_requests)
         return msgspec.structs.replace(report, violations=violations, num_transfers=self._num_transfers)

@@ -201,6 +201,25 @@ class TransferFigures(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0  # from start to settled
 
 
+class RankFigures(msgspec.Struct, frozen=True, array_like=True):
+    """What the process of a rank has done since its start, as of some second in which it ran a step. Seconds are those
+    of the thread that runs steps, on a CPU."""
+
+    rank: int
+    pid: int
+    device: str
+    resident_bytes: int  # of host memory, pages that it shares with others included
+    num_steps: int
+    step_s: float  # within steps
+    computing_s: float  # of these, on a core
+    delayed_s: float  # ready to go on without a core to do so, as other processes had them
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of steps that it slept: mostly until other ranks had come as far."""
+        return max(0.0, self.step_s - self.computing_s - self.delayed_s)
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot after a step."""
 
@@ -223,6 +242,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_offload_failures: int = 0  # blocks that were offered and not saved
     num_offloads_skipped: int = 0  # blocks not offered because too many offloads were in flight
     num_failed_recordings: int = 0  # see Executor
+    ranks: tuple[RankFigures, ...] = ()  # in order, those of several that have run a step
     num_late_masks: int = 0  # samples that waited for a step because the grammar's mask was not there
     num_slow_grammars: int = 0  # requests that ended because of that
     prefill_steps: StepFigures = StepFigures()  # that computed prompts only

@@ -12,7 +12,7 @@ from common import __version__
 from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
-from common.pod.convert import phase_seconds_to_pb
+from common.pod.convert import phase_seconds_to_pb, rank_figures_to_pb
 from common.pod.profiles import PodProfiles
 from common.rpc.errors import rpc_errors
 from common.step_budget import MIN_PREFILL_TOKENS
@@ -64,6 +64,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             target_itl_ms=pod.config.scheduler.target_itl_ms or 0.0,
             min_prefill_tokens=MIN_PREFILL_TOKENS,
             eos_token_ids=spec.eos_token_ids,
+            parallel_sizes=pod.config.parallel.sizes,
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
@@ -156,4 +157,5 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             kv_bytes_saved=stats.saves.num_blocks * self._pod.spec.bytes_per_whole_block,
             kv_bytes_loaded=stats.loads.num_blocks * self._pod.spec.bytes_per_whole_block,
             phases=phase_seconds_to_pb(self._pod.stats.phases),
+            ranks=map(rank_figures_to_pb, stats.ranks),
         )

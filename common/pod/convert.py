@@ -10,7 +10,7 @@ import msgspec
 
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
-from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, PhaseSeconds, RequestOutput
+from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, PhaseSeconds, RankFigures, RequestOutput
 from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
@@ -105,6 +105,20 @@ def layout_from_pb(message: pods_pb2.KVLayout) -> KVLayout:
 def phase_seconds_to_pb(phases: PhaseSeconds) -> pods_pb2.PhaseSeconds:
     """Converts the seconds of each phase of the step loop."""
     return pods_pb2.PhaseSeconds(**msgspec.structs.asdict(phases))
+
+
+def rank_figures_to_pb(figures: RankFigures) -> pods_pb2.RankStats:
+    """Converts what a rank told of itself."""
+    return pods_pb2.RankStats(
+        rank=figures.rank,
+        pid=figures.pid,
+        device=figures.device,
+        resident_bytes=figures.resident_bytes,
+        num_steps=figures.num_steps,
+        computing_s=figures.computing_s,
+        delayed_s=figures.delayed_s,
+        waiting_s=figures.waiting_s,
+    )
 
 
 def _target_itl_s(target_ms: float) -> float:

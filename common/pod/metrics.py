@@ -124,6 +124,7 @@ class _EngineFigures(Collector):
         yield self._kernel_fallbacks()
         yield from self._steps()
         yield from self._transfers()
+        yield from self._ranks()
 
     def _gauges(self) -> Iterator[Metric]:
         stats = self._stats.latest
@@ -232,6 +233,28 @@ class _EngineFigures(Collector):
         for phase in PhaseSeconds.__struct_fields__:
             family.add_metric([self._model_name, phase], getattr(phases, phase))
         return family
+
+    def _ranks(self) -> Iterator[Metric]:
+        """Nothing where there is one rank."""
+        seconds = CounterMetricFamily(
+            "baton_pod_rank_step_seconds",
+            "Time of the steps of each of several ranks: on a core (computing), without one though it could go on "
+            "(delayed), asleep until others had come as far (waiting).",
+            labels=[MODEL_LABEL, "rank", "state"],
+        )
+        memory = GaugeMetricFamily(
+            "baton_pod_rank_resident_bytes",
+            "Host memory of the process of each of several ranks.",
+            labels=[MODEL_LABEL, "rank"],
+        )
+        for each in self._stats.latest.ranks:
+            rank = str(each.rank)
+            states = (("computing", each.computing_s), ("delayed", each.delayed_s), ("waiting", each.waiting_s))
+            for state, value in states:
+                seconds.add_metric([self._model_name, rank, state], value)
+            memory.add_metric([self._model_name, rank], each.resident_bytes)
+        yield seconds
+        yield memory
 
     def _transfers(self) -> Iterator[Metric]:
         stats = self._stats.latest

@@ -452,6 +452,20 @@ class ClusterModel(_Answer):
     num_queued: int
 
 
+class ClusterRank(_Answer):
+    """A rank of a pod of several, and the time of its steps since its start: on a core (computing), without one though
+    it could go on (delayed), asleep until others had come as far (waiting)."""
+
+    rank: int
+    pid: int
+    device: str
+    resident_bytes: int
+    num_steps: int
+    computing_s: float
+    delayed_s: float
+    waiting_s: float
+
+
 class ClusterLoad(_Answer):
     """What a pod reported last. Tokens, bytes, preemptions, queries and hits count from the pod's start."""
 
@@ -469,11 +483,14 @@ class ClusterLoad(_Answer):
     prefix_cache_hits: int
     kv_bytes_saved: int
     kv_bytes_loaded: int
+    ranks: list[ClusterRank]
 
 
 class ClusterPod(_Answer):
     """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `version`
-    and `load` are null while it is not connected; `pod_id` stays that of the last connection, null before the first."""
+    and `load` are null while it is not connected; `pod_id` stays that of the last connection, null before the first.
+    `parallel_sizes` says how its model is cut over ranks, by setting: {"tensor_parallel_size": 2}; empty: it is not.
+    `load.ranks` has at most 64."""
 
     address: str
     role: Literal["prefill", "decode"]
@@ -483,6 +500,7 @@ class ClusterPod(_Answer):
     state: str
     detail: str
     num_requests: int
+    parallel_sizes: dict[str, int]
     load: ClusterLoad | None
 
 

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.gateway.answers import ClusterHandoffs, ClusterLoad, ClusterModel, ClusterPod, ClusterView
+from common.pb import pods_pb2
+from router.gateway.answers import ClusterHandoffs, ClusterLoad, ClusterModel, ClusterPod, ClusterRank, ClusterView
 from router.pods import Pod
 from router.service import InferenceService
 from router.timelines.timeline import Timeline
@@ -23,6 +24,8 @@ CLUSTER_PATH = "/v1/cluster"
 _RECENT_S = 10.0
 _MAX_PAIRS = 64  # of pods between which KV goes; those with most handoffs
 _MAX_WORD_CHARS = 64  # of what a pod says of itself
+_MAX_RANKS = 64  # of a pod
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -93,8 +96,13 @@ def _pod(pod: Pod) -> ClusterPod:
         state=pod.state.value,
         detail=pod.detail,
         num_requests=pod.load.num_requests,
+        parallel_sizes={} if info is None else _sizes(info),
         load=_load(pod),
     )
+
+
+def _sizes(info: pods_pb2.PodInfo) -> dict[str, int]:
+    return {name: info.parallel_sizes[name] for name in _SIZES if info.parallel_sizes.get(name, 1) > 1}
 
 
 def _load(pod: Pod) -> ClusterLoad | None:
@@ -108,7 +116,7 @@ def _load(pod: Pod) -> ClusterLoad | None:
         num_queued_tokens=stats.num_queued_tokens,
         num_blocks=stats.num_blocks,
         num_free_blocks=min(stats.num_free_blocks, stats.num_blocks),
-        last_step_ms=1000 * stats.last_step_s if 0 <= stats.last_step_s < math.inf else 0.0,
+        last_step_ms=1000 * _seconds(stats.last_step_s),
         num_preemptions=stats.num_preemptions,
         num_prompt_tokens=stats.num_prompt_tokens,
         num_generation_tokens=stats.num_generation_tokens,
@@ -116,7 +124,25 @@ def _load(pod: Pod) -> ClusterLoad | None:
         prefix_cache_hits=stats.prefix_cache_hits,
         kv_bytes_saved=stats.kv_bytes_saved,
         kv_bytes_loaded=stats.kv_bytes_loaded,
+        ranks=[_rank(each) for each in stats.ranks[:_MAX_RANKS]],
     )
+
+
+def _rank(rank: pods_pb2.RankStats) -> ClusterRank:
+    return ClusterRank(
+        rank=rank.rank,
+        pid=rank.pid,
+        device=rank.device[:_MAX_WORD_CHARS],
+        resident_bytes=rank.resident_bytes,
+        num_steps=rank.num_steps,
+        computing_s=_seconds(rank.computing_s),
+        delayed_s=_seconds(rank.delayed_s),
+        waiting_s=_seconds(rank.waiting_s),
+    )
+
+
+def _seconds(value: float) -> float:
+    return value if 0 <= value < math.inf else 0.0
 
 
 def _handoffs(timelines: Iterable[Timeline], now: float) -> list[ClusterHandoffs]:

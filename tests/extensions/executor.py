@@ -25,6 +25,7 @@ class ThreadExecutor:
     """See Executor."""
 
     runs_ahead = False
+    rank_figures = ()
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config)
@@ -71,8 +72,6 @@ class ThreadExecutor:
 
 
 class Answer(NamedTuple):
-    """See RunningStep."""
-
     encoded: Future[bytes]
 
     def result(self) -> ModelRunnerOutput:

@@ -32,6 +32,7 @@ def pod(role: str, number: int, tick: int, **changes: Any) -> dict[str, Any]:
         "prefix_cache_hits": 310 + number % 400,
         "kv_bytes_saved": tick * 48_000_000 if is_prefill else 0,
         "kv_bytes_loaded": 0 if is_prefill else tick * 48_000_000,
+        "ranks": [],
     }
     base = {
         "address": f"10.0.{1 if is_prefill else 2}.{number}:50051",
@@ -42,6 +43,7 @@ def pod(role: str, number: int, tick: int, **changes: Any) -> dict[str, Any]:
         "state": "ready",
         "detail": "",
         "num_requests": load["num_running"],
+        "parallel_sizes": {},
         "load": load,
     }
     return base | changes

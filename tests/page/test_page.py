@@ -87,6 +87,26 @@ async def test_what_changes_on_a_pod_is_shown_without_a_reload(start_cluster, op
     await expect(page.locator("#pods tr:visible")).to_have_count(1)
 
 
+async def test_ranks_are_shown_of_pods_that_have_several(start_cluster, open_page):
+    prefill, decode = FakePrefillPod(), FakeDecodePod()
+    running = await start_cluster([prefill], [decode])
+    page = await open_page(running, "/#cluster")
+    await expect(page.locator("#pods tr")).to_have_count(2)
+    await expect(page.get_by_role("heading", name="Ranks")).to_be_hidden()
+    ranks = [
+        pods_pb2.RankStats(
+            rank=rank, pid=70 + rank, device=HOSTILE, computing_s=6 + rank, waiting_s=3 - rank, delayed_s=1
+        )
+        for rank in range(2)
+    ]
+    await decode.set_stats(pods_pb2.PodStats(num_blocks=100, ranks=ranks))
+    rows = page.locator("#ranks li")
+    await expect(rows).to_have_count(2)
+    await expect(rows.nth(1)).to_contain_text(f"rank 1: process 71, {HOSTILE[:64]}")
+    await expect(rows.nth(1)).to_contain_text("computing 70 %, waiting 20 %, without a core 10 %")
+    await expect(page.get_by_role("heading", name="Ranks")).to_be_visible()
+
+
 async def test_two_hundred_pods_are_drawn_once_a_poll_and_only_where_they_changed(start_cluster, open_page):
     running = await start_cluster()
     page = await open_page(running)

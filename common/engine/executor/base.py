@@ -10,6 +10,7 @@ from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import RunningStep, SchedulerOutput
 from common.engine.kv_connector import OpenConnector
+from common.engine.messages import RankFigures
 from common.engine.phases import PhaseClock
 
 
@@ -28,6 +29,10 @@ class Executor(Protocol):
     def num_failed_recordings(self) -> int:
         """How often decode steps that were recorded, to be run as one call, computed something else than kernel by
         kernel. They are not used."""
+
+    @property
+    def rank_figures(self) -> tuple[RankFigures, ...]:
+        """What each rank last told of itself, where there are several. Read after each step."""
 
     def share_phases(self, phases: PhaseClock) -> None:
         """An executor that computes on the caller's thread enters there what it does in a step. The caller enters the

@@ -53,6 +53,7 @@ from common.engine.kv_connector import (
     TransferResult,
     WorkerConnector,
 )
+from common.engine.messages import RankFigures
 from common.engine.phases import Phase, PhaseClock
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
@@ -317,6 +318,7 @@ class FakeExecutor:
         self._phases = PhaseClock()
         self.runs_ahead = runs_ahead
         self.num_failed_recordings = 0  # for tests to set
+        self.rank_figures: tuple[RankFigures, ...] = ()  # for tests to set
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
         self.closed = False
 

@@ -18,6 +18,8 @@ from common.errors import ConfigError
 class InprocExecutor:
     """See Executor."""
 
+    rank_figures = ()
+
     def __init__(self, config: EngineConfig) -> None:
         if (num_ranks := config.parallel.tensor_parallel_size) > 1:
             setting = "tensor_parallel_size"

@@ -5,7 +5,7 @@ import { bytes, count, element, getJson, Poll, problemOf, rate, setText } from "
 
 const byId = (id) => document.getElementById(id);
 const MAX_EVENTS = 100;
-const COLUMNS = ["pod", "role", "address", "state", "running", "waiting", "kv", "use", "prompt", "output", "hits"];
+const COLUMNS = ["pod", "role", "address", "state", "running", "waiting", "kv", "use", "prompt", "output", "hits", "cut"];
 const NUMBERS = new Set(["running", "waiting", "kv", "prompt", "output", "hits"]);
 
 export class ClusterView {
@@ -49,6 +49,7 @@ export class ClusterView {
     this.#totals(view, rates);
     this.#models(view.models);
     this.#pods(view.pods, rates);
+    this.#ranks(view.pods);
     this.#handoffs(view);
   }
 
@@ -63,10 +64,13 @@ export class ClusterView {
   }
 
   #models(models) {
-    const lines = models.map((model) => `${model.name}: ${model.reason || "served"}, ${model.num_queued} queued`);
-    const list = byId("cluster-models");
-    while (list.children.length > lines.length) list.lastChild.remove();
-    lines.forEach((line, index) => setText(list.children[index] ?? list.appendChild(element("li")), line));
+    showLines("cluster-models", models.map((model) => `${model.name}: ${model.reason || "served"}, ${model.num_queued} queued`));
+  }
+
+  #ranks(pods) {
+    const lines = pods.flatMap((pod) => (pod.load?.ranks ?? []).map((rank) => `${nameOf(pod)} ${rankLine(rank)}`));
+    byId("ranks-part").hidden = lines.length === 0;
+    showLines("ranks", lines);
   }
 
   #pods(pods, rates) {
@@ -169,6 +173,7 @@ class PodRow {
     this.#write("running", load ? count(load.num_running) : "–");
     this.#write("waiting", load ? count(load.num_waiting) : "–");
     this.#write("kv", load ? count(load.num_waiting_for_remote_kv) : "–");
+    this.#write("cut", cutOf(pod) || "–");
     this.#write("prompt", rate(rates.prompt));
     this.#write("output", rate(rates.output));
     const hits = load?.prefix_cache_queries ? load.prefix_cache_hits / load.prefix_cache_queries : null;
@@ -195,6 +200,27 @@ class PodRow {
 
 const keyOf = (pod) => `${pod.role} ${pod.address}`;
 const nameOf = (pod) => pod.pod_id || pod.address;
+const LETTERS = { tensor_parallel_size: "TP", pipeline_parallel_size: "PP", data_parallel_size: "DP" };
+const cutOf = (pod) =>
+  Object.entries(pod.parallel_sizes)
+    .map(([name, size]) => `${LETTERS[name] ?? name} ${size}`)
+    .join(" × ");
+
+function rankLine(rank) {
+  const total = rank.computing_s + rank.waiting_s + rank.delayed_s;
+  const share = (seconds) => (total ? `${Math.round((100 * seconds) / total)} %` : "–");
+  return (
+    `rank ${rank.rank}: process ${rank.pid}, ${rank.device}, ${bytes(rank.resident_bytes)}; computing ` +
+    `${share(rank.computing_s)}, waiting ${share(rank.waiting_s)}, without a core ${share(rank.delayed_s)}`
+  );
+}
+
+function showLines(id, lines) {
+  const list = byId(id);
+  while (list.children.length > lines.length) list.lastChild.remove();
+  lines.forEach((line, index) => setText(list.children[index] ?? list.appendChild(element("li")), line));
+}
+
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 
 // Per second; null where two reports of the same start of the pod are needed, and there are none.

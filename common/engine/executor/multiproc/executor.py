@@ -55,6 +55,7 @@ from common.engine.executor.multiproc.protocol import (
     Masks,
     OpenConnectors,
     Opened,
+    OwnFigures,
     RankLaunch,
     Settled,
     StartAnswer,
@@ -76,6 +77,7 @@ from common.engine.executor.ranked_connector import join_ranks
 from common.engine.executor.staged_connector import Staging, stage_connector
 from common.engine.kv_connector import BlockTransfer, OpenConnector, TransferResult
 from common.engine.launch import EngineFailed
+from common.engine.messages import RankFigures
 from common.engine.phases import PhaseClock
 from common.engine.worker.slots import SlotHeads
 from common.engine.worker.step_measurement import measure_steps
@@ -120,6 +122,11 @@ class MultiprocExecutor:
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._start_answer: Decoder[StartAnswer] = Decoder(StartAnswer)
         self._step_answer: Decoder[StepAnswer] = Decoder(StepAnswer)
+
+    @property
+    def rank_figures(self) -> tuple[RankFigures, ...]:
+        """See Executor."""
+        return tuple(rank.figures for rank in self._ranks if rank.figures is not None)
 
     def share_phases(self, phases: PhaseClock) -> None:
         """See Executor. The caller's thread computes nothing."""
@@ -392,6 +399,7 @@ class _Rank:
         self.calls = calls
         self.connector = RankConnector(news, num_steps)
         self.name = name
+        self.figures: RankFigures | None = None  # what it last told of itself
         self.checked: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()  # answers; None: there will be none
         self.process = process
         self._news = news
@@ -417,6 +425,8 @@ class _Rank:
                 match decode(self._news.receive()):
                     case Settled(results):
                         self.connector.settle(results)
+                    case OwnFigures(figures):
+                        self.figures = figures
                     case Checked(violations):
                         self.checked.put(violations)
                     case LogLine(level, name, text):

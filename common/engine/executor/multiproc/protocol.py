@@ -6,7 +6,7 @@ Ring, driver to all ranks:    `IdentifyModel`, `LoadModel`, `InitializeKVCache` 
 Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Identified`, `Loaded`,
                               `Done` or `Opened`. The first rank answers each step that computes something, and asks
                               for masks before it does.
-News, another socket of each: the driver's transfers; the rank's results of them, `Checked`, its log, and
+News, another socket of each: the driver's transfers; the rank's results of them, `Checked`, `OwnFigures`, its log, and
                               `EngineFailed`, after which it ends. End of file tells either side that the other one is
                               gone.
 
@@ -29,6 +29,7 @@ from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, NoToken, SchedulerOutput
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
 from common.engine.launch import EngineFailed
+from common.engine.messages import RankFigures
 from common.types import RequestId
 
 WORKER = "common.engine.executor.multiproc.worker:create_worker"  # the factory of ranks that have a model
@@ -227,6 +228,12 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
     violations: list[str]
 
 
+class OwnFigures(msgspec.Struct, frozen=True, tag=True):
+    """What the rank has done so far."""
+
+    figures: RankFigures
+
+
 class LogLine(msgspec.Struct, frozen=True, tag=True):
     """What a rank has logged."""
 
@@ -242,7 +249,7 @@ ToRanks = IdentifyModel | LoadModel | InitializeKVCache | OpenConnectors | Step 
 StartAnswer = Identified | Loaded | Done | Opened
 StepAnswer = StepDone | WantMasks
 Transfer = StartLoad | StartSave | StartLookup | Cancel
-FromRank = Settled | Checked | LogLine | StepDigest | EngineFailed
+FromRank = Settled | Checked | OwnFigures | LogLine | StepDigest | EngineFailed
 
 _Message = TypeVar("_Message")
 

@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
@@ -54,6 +55,7 @@ from common.engine.executor.multiproc.protocol import (
     Masks,
     OpenConnectors,
     Opened,
+    OwnFigures,
     RankLaunch,
     Settled,
     StartLoad,
@@ -68,6 +70,7 @@ from common.engine.executor.multiproc.protocol import (
     encode,
 )
 from common.engine.executor.multiproc.ring import RingDescriptors, RingReader
+from common.engine.executor.multiproc.step_clock import StepClock
 from common.engine.kv_connector import Connector, OpenConnector
 from common.engine.launch import EXIT_FAILED, EXIT_ORPHANED, EngineFailed
 from common.errors import ConfigError
@@ -121,6 +124,7 @@ class RankProcess:
         parallel = launch.config.parallel
         self._tells_digests = launch.ring is None and launch.rank % parallel.ranks_per_node == 0
         self._decode: Decoder[ToRanks] = Decoder(ToRanks)
+        self._clock = StepClock(launch.rank)
         self._constrained: set[RequestId] = set()  # live requests with a grammar
         self._ahead: deque[_Message] = deque()  # steps that came before the masks of the one that runs
 
@@ -133,6 +137,7 @@ class RankProcess:
             self._serve(worker)
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection in a step need look at it
+        self._clock.begin()
         self._serve(worker)
         self._transfers.close()
         worker.close()
@@ -155,7 +160,9 @@ class RankProcess:
         call = self._read().decoded
         assert isinstance(call, LoadModel)
         worker = factory(config, launch.rank, call.rendezvous)
-        self._calls.send(encode(Loaded(worker.load_model())))
+        facts = worker.load_model()
+        self._clock.device = facts.device
+        self._calls.send(encode(Loaded(facts)))
         return worker
 
     def _serve(self, worker: RankWorker) -> None:
@@ -164,6 +171,7 @@ class RankProcess:
             message = self._ahead.popleft() if self._ahead else self._read()
             match message.decoded:
                 case Step(step):
+                    began = time.perf_counter()
                     result = encode(StepDone(self._run_step(worker, step)))
                     self._digests.end_step(message.encoded, result)
                     if self._tells_digests:
@@ -172,6 +180,8 @@ class RankProcess:
                         self._transfers.end_step()
                         if self._launch.rank == 0:
                             self._calls.send(result)
+                        if (figures := self._clock.step_ended(began, time.perf_counter())) is not None:
+                            self._transfers.tell(OwnFigures(figures))
                 case InitializeKVCache(num_blocks):
                     worker.initialize_kv_cache(num_blocks)
                     self._calls.send(encode(Done()))
@@ -236,7 +246,7 @@ class TransferThread:
             self._num_steps += 1
             self._step_ended.notify()
 
-    def tell(self, message: Checked | Settled | StepDigest) -> None:
+    def tell(self, message: Checked | OwnFigures | Settled | StepDigest) -> None:
         """Sends the driver news. May be called from any thread."""
         self._news.send(encode(message))
 

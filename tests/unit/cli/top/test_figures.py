@@ -7,7 +7,7 @@ import pytest
 
 from cli.top.answers import ClusterView, Timeline
 from cli.top.columns import POD_COLUMNS, in_order
-from cli.top.figures import changes_between, figures_of, handoff_lines
+from cli.top.figures import changes_between, figures_of, handoff_lines, rank_lines
 from cli.top.poller import MAX_PAUSE_S, Poller
 from cli.top.snapshot import describe
 from cli.top.timeline_chart import bar, draw
@@ -42,6 +42,26 @@ def test_what_changes_between_two_answers():
         "decode-1 at 10.0.2.1:50051: ready to ejected: stall",
         "10.0.2.2:50051 has joined",
         "prefill-1 at 10.0.1.1:50051 has left",
+    ]
+
+
+def test_ranks_of_a_pod_have_lines_of_their_own():
+    ranks = [
+        {"rank": rank, "pid": 70 + rank, "device": "cpu\x1b", "resident_bytes": 3 << 20, "num_steps": 9}
+        | {"computing_s": 6.0 * rank, "delayed_s": 1.0 * rank, "waiting_s": 3.0 * rank}
+        for rank in range(2)
+    ]
+    cut = pod("decode", 1, 1, parallel_sizes={"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "new": 4})
+    cut["load"]["ranks"] = ranks
+    figures = figures_of(view_of(1, pod("prefill", 1, 1), cut), None)
+    (column,) = [column for column in POD_COLUMNS if column.title == "RANKS"]
+    assert [column.text(row) for row in figures.pods] == ["-", "TP 2 x PP 3"]
+    assert rank_lines(figures.pods[0].pod) == []
+    lines = describe(figures, "http://router").splitlines()
+    start = lines.index("RANKS (time of their steps since their start)")
+    assert lines[start + 1 : start + 3] == [
+        "decode-1 rank 0: process 70, cpu\\x1b, 3 MiB, computing -, waiting -, without a core -",
+        "decode-1 rank 1: process 71, cpu\\x1b, 3 MiB, computing 60%, waiting 30%, without a core 10%",
     ]
 
 

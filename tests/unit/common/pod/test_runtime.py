@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.config import parse
 from common.engine.client.threaded import AsyncInprocClient
+from common.engine.messages import RankFigures
 from common.errors import ConfigError, ModelLoadError
 from common.pb import common_pb2
 from common.pod.runtime import PodRuntime
@@ -83,6 +84,7 @@ async def test_engine_that_hangs_is_given_up_and_its_requests_are_told(caplog: p
 async def test_metrics_are_served_over_http() -> None:
     async with decode_pod({}, metrics_port=0) as pod, FakeRouter(pod) as router:
         pod.executor.num_failed_recordings = 1
+        pod.executor.rank_figures = (RankFigures(1, 7, "cpu", 4096, 10, 6.0, 3.0, 1.0),)
         await (await router.submit(engine_request("a", prompt_of(20), max_tokens=3))).wait_finished()
         assert f"metrics_port={pod.runtime.metrics_port}" in pod.runtime.ready_line
         url = f"http://127.0.0.1:{pod.runtime.metrics_port}/metrics"
@@ -95,6 +97,9 @@ async def test_metrics_are_served_over_http() -> None:
     assert float(figures['baton_pod_generation_tokens_total{model_name="baton-demo"}']) == 3
     assert float(figures['baton_pod_num_requests_running{model_name="baton-demo"}']) == 0
     assert float(figures["baton_pod_num_asyncio_tasks"]) > 0
+    seconds = 'baton_pod_rank_step_seconds_total{{model_name="baton-demo",rank="1",state="{}"}}'
+    assert [float(figures[seconds.format(state)]) for state in ("computing", "delayed", "waiting")] == [3, 1, 2]
+    assert float(figures['baton_pod_rank_resident_bytes{model_name="baton-demo",rank="1"}']) == 4096
     assert float(figures['baton_pod_kernel_fallbacks_total{check="kernel",model_name="baton-demo"}']) == 0
     assert float(figures['baton_pod_kernel_fallbacks_total{check="recorded_step",model_name="baton-demo"}']) == 1
     assert float(figures['baton_pod_request_success_total{finished_reason="length",model_name="baton-demo"}']) == 1

@@ -102,6 +102,20 @@ def create_unchecked(config: EngineConfig, rank: int, rendezvous: str) -> FakeRa
     return _Unchecked(config, rank, rendezvous, MemoryConnector())
 
 
+def create_late(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """Rank 1 takes more processor time for a step."""
+    return _Late(config, rank, rendezvous, MemoryConnector())
+
+
+class _Late(FakeRank):
+    def submit(self, step: SchedulerOutput, masks: MaskSource) -> FinishedStep:
+        if self._rank == 1:
+            end = time.thread_time() + 0.2
+            while time.thread_time() < end:
+                pass
+        return super().submit(step, masks)
+
+
 def create_failing(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
     """Rank 1 fails in the second step of a request; the others wait for it."""
     return _Failing(config, rank, rendezvous, MemoryConnector())

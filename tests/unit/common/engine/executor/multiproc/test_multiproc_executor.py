@@ -122,6 +122,22 @@ def test_ranks_generate_the_expected_tokens(num_ranks: int) -> None:
     assert children() == []
 
 
+def test_ranks_tell_where_the_time_of_steps_went() -> None:
+    config = config_of()
+    with InprocClient(config, MultiprocExecutor(config, factory("create_late"))) as client:
+        add(client, R, prompt_of(1), SamplingParams(temperature=0.0, max_tokens=2))
+        finish(client)
+        client.check_integrity()  # what ranks told before has come by then
+        first, late = client.stats().ranks
+    assert (first.rank, late.rank) == (0, 1)
+    assert first.device == late.device == "cpu"
+    assert first.pid != late.pid
+    assert min(first.resident_bytes, late.resident_bytes) > 1 << 20
+    assert min(first.num_steps, late.num_steps) >= 1
+    assert late.computing_s + late.delayed_s > 0.1  # it computes while the other one waits
+    assert first.waiting_s > 0.1
+
+
 def test_a_step_larger_than_a_slot() -> None:
     prompt = [number % 500 for number in range(50_000)]
     with started(num_blocks=12_600) as executor:
