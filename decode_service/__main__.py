@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from common.config import parse, report_config_error
-from common.engine.client.mp import AsyncMPClient
+from common.engine.client import create_client
 from common.errors import ConfigError
 from common.pod.node import run_pod_node
 from common.pod.runtime import PodRuntime, run_pod
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build(config: DecodeConfig) -> PodRuntime:
     """Builds the pod that these settings describe."""
-    engine = AsyncMPClient(config.engine_config(), name=config.pod_id)
+    engine = create_client(config.engine_config(), name=config.pod_id)
     return PodRuntime("decode", config, engine, lambda pod: DecodeFront(pod, config))
 
 

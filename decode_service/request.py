@@ -85,6 +85,7 @@ class DecodeRequest:
         self._services = services
         self._pod = services.pod
         self._request = request
+        self._engine_rank = request.data_parallel_rank or 0
         self._remote = submit.remote_prefill if submit.HasField("remote_prefill") else None
         self._timeout_s = submit.timeout_s
         self._may_recompute = _may_recompute(submit.kv_failure_policy, services.config)
@@ -93,7 +94,7 @@ class DecodeRequest:
         self._submitted_at = time.monotonic()
         self._entered_at = self._submitted_at  # the engine
         self._engine_id: RequestId | None = None
-        self._known_figures = services.pod.stats.latest
+        self._known_figures = services.pod.stats.by_engine[self._engine_rank]
         self._handoff: Handoff | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._report = _Report()
@@ -153,7 +154,7 @@ class DecodeRequest:
 
     def is_alive(self) -> bool:
         """Compares statistics: each step of the engine brings new ones."""
-        known, self._known_figures = self._known_figures, self._pod.stats.latest
+        known, self._known_figures = self._known_figures, self._pod.stats.by_engine[self._engine_rank]
         return self._known_figures is not known
 
     def load(self, num_ready_tokens: int, digests: Sequence[bytes]) -> None:
@@ -337,7 +338,7 @@ class DecodeRequest:
             pod_id=self._pod.pod_id,
             layout=spec.layout,
             is_direct=spec.is_direct,
-            connector_address=spec.connector_address,
+            connector_address=spec.connector_addresses[self._engine_rank],
         )
 
 

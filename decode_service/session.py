@@ -80,6 +80,7 @@ class RouterSession:
         except BatonError as error:
             self._refuse(request_id, error)
             return
+        request = self._services.pod.requests.place(request)
         emit = traced(self._deltas.put, submit, self._services.pod.tracer)
         accepted = DecodeRequest(self._services, request, submit, emit=emit, on_end=self._forget)
         self._requests[request_id] = accepted

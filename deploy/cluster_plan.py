@@ -83,7 +83,7 @@ def plan_cluster(
     have if it is not the cluster's.
     """
     planned = _planned_pods(config)
-    env = pod_environment(base_env, sum(parallel.get(pod.role, config.engine.parallel).num_ranks for pod in planned))
+    env = pod_environment(base_env, sum(parallel.get(pod.role, config.engine.parallel).world_size for pod in planned))
     redis_port, *ports = pick_ports(LOOPBACK, 1 + len(planned))
     needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from common.config import parse, report_config_error
-from common.engine.client.mp import AsyncMPClient
+from common.engine.client import create_client
 from common.errors import ConfigError
 from common.pod.node import run_pod_node
 from common.pod.runtime import PodRuntime, run_pod
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build(config: PrefillConfig) -> PodRuntime:
     """Builds the pod that these settings describe."""
-    engine = AsyncMPClient(config.engine_config(), name=config.pod_id)
+    engine = create_client(config.engine_config(), name=config.pod_id)
     return PodRuntime("prefill", config, engine, lambda pod: PrefillFront(pod, config))
 
 

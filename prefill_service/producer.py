@@ -83,7 +83,7 @@ class Producer:
                 request, sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
             )
         else:
-            self._transfer = self._transfers.attach_producer(key, self)
+            self._transfer = self._transfers.attach_producer(key, self, request.data_parallel_rank or 0)
             params = KVTransferParams(transfer_id=key.transfer_id, epoch=key.epoch, role="producer")
             request = msgspec.structs.replace(request, transfer=params)
         try:

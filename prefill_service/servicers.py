@@ -66,7 +66,7 @@ class PrefillServicer(pods_pb2_grpc.PrefillServicer):
         key = _key(message.transfer_id, message.epoch) if message.transfer_id else None
         self._pod.admission.admit()
         try:
-            producer = Producer(self._pod, self._transfers, request, trace)
+            producer = Producer(self._pod, self._transfers, self._pod.requests.place(request), trace)
             producer.start(key)
             try:
                 return await producer.first_token
@@ -170,14 +170,15 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
             is_renewal = await self._wait_for_news(transfer)
 
     async def _wait_for_news(self, transfer: Transfer) -> bool:
-        """Waits for a change. False: there is one. True: there was none for a while, but the engine works."""
+        """Waits for a change. False: there is one. True: there was none for a while, but its engine works."""
+        by_engine = self._pod.stats.by_engine
         while True:
-            figures = self._pod.stats.latest
+            figures = by_engine[transfer.data_parallel_rank]
             try:
                 async with asyncio.timeout(self._transfers.lease_s / RENEWALS_PER_LEASE):
                     await transfer.changed.wait()
             except TimeoutError:
-                if self._pod.stats.latest is not figures:
+                if by_engine[transfer.data_parallel_rank] is not figures:
                     return True
             else:
                 return False

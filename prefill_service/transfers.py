@@ -104,6 +104,7 @@ class Transfer:
         self.changed = asyncio.Event()  # wakes the consumer
         self.is_quiescent = True  # False: it failed, and its engine may still write
         self.producer: ProducingLeg | None = None  # while it runs
+        self.data_parallel_rank = 0  # of the producer's engine
         self.lease: asyncio.TimerHandle | None = None
 
     @property
@@ -133,9 +134,10 @@ class TransferRegistry:
 
     # -- the producer's side ----------------------------------------------------------------------------------------
 
-    def attach_producer(self, key: TransferKey, producer: ProducingLeg) -> Transfer:
-        """Registers a prefill that begins. Raises InvalidRequestError if the transfer has a producer already, the
-        transfer's own error if it was cancelled before, OverloadedError if there are too many."""
+    def attach_producer(self, key: TransferKey, producer: ProducingLeg, data_parallel_rank: int = 0) -> Transfer:
+        """Registers a prefill that begins, in this of the pod's engines. Raises InvalidRequestError if the transfer has
+        a producer already, the transfer's own error if it was cancelled before, OverloadedError if there are too
+        many."""
         transfer = self._transfers.get(key)
         if transfer is None:
             transfer = self._create(key)
@@ -145,6 +147,7 @@ class TransferRegistry:
             raise transfer.error
         transfer.has_producer = True
         transfer.producer = producer
+        transfer.data_parallel_rank = data_parallel_rank
         self._end_lease(transfer)
         return transfer
 

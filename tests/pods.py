@@ -449,7 +449,7 @@ class HandoffStream:
             "fingerprint": pod.context.spec.fingerprint,
             "connector": pod.context.config.connector,
             "decode_pod_id": "decode-test",
-            "connector_address": pod.context.spec.connector_address,  # its own, but for tests that have another
+            "connector_address": pod.context.spec.connector_addresses[0],  # its own, but for tests that have another
             "layout": layout_to_pb(pod.context.spec.layout),
             **start,
         }

@@ -134,9 +134,19 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = "inproc"
     tensor_parallel_size: Annotated[int, Meta(ge=1, description="Ranks that share the model's heads.")] = 1
+    data_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="Engines of a pod: each with its own ranks, requests and KV cache.")
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="Each rank of all engines has some of the experts of each mixture, whole; else each has a part "
+            "of the width of all."
+        ),
+    ] = False
     rank_devices: Annotated[
         list[Annotated[int, Meta(ge=0)]],
-        Meta(description="Number of the GPU of each rank on its machine; default: 0, 1 and so on."),
+        Meta(description="Number of the GPU of each rank on its machine, engine by engine; default: 0, 1 and so on."),
     ] = []
     step_timeout_s: Annotated[
         float,
@@ -172,10 +182,20 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"--node-rank: {self.node_rank}, but --nnodes is {self.nnodes}, counted from 0")
         if self.nnodes > 1 and not self.master_addr and self.executor != "ray":
             raise ValueError("--master-addr: required with --nnodes")
-        if self.rank_devices and len(self.rank_devices) != self.tensor_parallel_size:
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ValueError(
+                f"--data-parallel-size: {self.data_parallel_size}, but engines of a pod are on one machine"
+            )
+        if self.rank_devices and len(self.rank_devices) != self.world_size:
+            engines = f" and --data-parallel-size {self.data_parallel_size}" if self.data_parallel_size > 1 else ""
             raise ValueError(
                 f"--rank-devices: {len(self.rank_devices)} devices, "
-                f"but --tensor-parallel-size is {self.tensor_parallel_size}"
+                f"but --tensor-parallel-size is {self.tensor_parallel_size}{engines}"
+            )
+        if self.enable_expert_parallel and self.world_size == 1:
+            raise ValueError(
+                "--enable-expert-parallel: there is one rank, which has all experts; "
+                "set --data-parallel-size or --tensor-parallel-size"
             )
 
     @property
@@ -199,9 +219,20 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         names = [name for name in self.__struct_fields__ if name.endswith("_parallel_size")]
         return {name: getattr(self, name) for name in names if getattr(self, name) > 1}
 
-    def device_of(self, rank: int) -> int:
-        """Number of the GPU of this rank on its machine."""
-        return self.rank_devices[rank] if self.rank_devices else rank % self.ranks_per_node
+    @property
+    def world_size(self) -> int:
+        """Ranks of all engines."""
+        return self.num_ranks * self.data_parallel_size
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether the engines of the pod step together, as each has some of the experts that all need."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    def device_of(self, rank: int, data_parallel_rank: int = 0) -> int:
+        """Number of the GPU of this rank of an engine on its machine."""
+        first = data_parallel_rank * self.num_ranks
+        return self.rank_devices[first + rank] if self.rank_devices else first + rank % self.ranks_per_node
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -308,6 +339,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
     tls: NodeTlsConfig | None = None
+    data_parallel_rank: int = 0  # of the pod's engines; set by the client
 
     @property
     def grammar_step_s(self) -> float:

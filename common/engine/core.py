@@ -149,7 +149,7 @@ class EngineCore:
             return
         facts: ConnectorFacts = opened.facts
         self.spec = msgspec.structs.replace(
-            self.spec, is_direct=facts.is_direct, connector_address=facts.address, max_write_s=facts.max_write_s
+            self.spec, is_direct=facts.is_direct, connector_addresses=(facts.address,), max_write_s=facts.max_write_s
         )
         self._port = TransferPort(kv, facts, self._actor, self.phases)
         self._actor.start(opened.connector, facts, kv.groups)

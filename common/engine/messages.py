@@ -7,7 +7,9 @@ outputs of transfers, which do not wait for a step; and `CallResult`.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from functools import reduce
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -52,6 +54,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's
     tenant: str = ""  # whose it is; tenants share in turn what compiles grammars
     transfer: KVTransferParams | None = None
+    data_parallel_rank: int | None = 0  # number of the pod's engine that has it; None: not chosen yet
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
@@ -254,6 +257,26 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     restores: TransferFigures = TransferFigures()  # from them
 
 
+def join_stats(by_engine: Sequence[EngineStats]) -> EngineStats:
+    """Those of several engines together: sums, and the longest of their last steps."""
+    first, *others = by_engine
+    if not others:
+        return first
+    slowest = max(by_engine, key=lambda stats: stats.last_step_s)
+    return msgspec.structs.replace(
+        reduce(_sum, others, first), last_step_s=slowest.last_step_s, last_step_tokens=slowest.last_step_tokens
+    )
+
+
+_Figures = TypeVar("_Figures", EngineStats, StepFigures, TransferFigures, PhaseSeconds)
+
+
+def _sum(one: _Figures, other: _Figures) -> _Figures:
+    values = [(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__]
+    sums = [_sum(own, others) if isinstance(own, msgspec.Struct) else own + others for own, others in values]
+    return type(one)(**dict(zip(one.__struct_fields__, sums, strict=True)))
+
+
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts of a started engine, "auto" resolved."""
 
@@ -268,7 +291,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     bytes_per_block: int  # on each rank
     is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
-    connector_address: bytes = b""  # of a direct connector
+    connector_addresses: tuple[bytes, ...] = (b"",)  # of each engine's direct connector
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
     kernels: Kernels = "torch"
     kernels_failed: bool = False  # compiled ones computed something else
@@ -276,6 +299,11 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     position_dims: int = 1  # dimensions of a token's position
     eos_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()  # that are loaded
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Engines behind one client; what else is said of blocks and limits holds of each."""
+        return len(self.connector_addresses)
 
     @property
     def block_size(self) -> int:
@@ -320,6 +348,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omi
     kv_stored: bytes = b""  # block hashes, 16 bytes each, added to the prefix cache
     kv_removed: bytes = b""  # and those removed from it
     phases: PhaseSeconds | None = None  # with each step, and every few seconds while there is none
+    data_parallel_rank: int = 0  # whose they are; set by a client of several engines
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -552,6 +552,7 @@ class EngineRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     EXTRA_KEYS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
     cache_salt: _builtins.str
@@ -562,6 +563,8 @@ class EngineRequest(_message.Message):
     """Milliseconds between its tokens that prompts beside it must not exceed; 0: the pod's."""
     tenant: _builtins.str
     """Whose request it is: tenants share in turn what compiles grammars. May be empty."""
+    data_parallel_rank: _builtins.int
+    """Number of the pod's engine that shall have it; absent: the pod chooses."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, tokenised once by the router; at least one token."""
@@ -595,12 +598,15 @@ class EngineRequest(_message.Message):
         tenant: _builtins.str = ...,
         extra_keys: _abc.Iterable[Global___ExtraKey] | None = ...,
         positions: _abc.Iterable[Global___Positions] | None = ...,
+        data_parallel_rank: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "positions", b"positions", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "positions", b"positions", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
+    _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
 
 Global___EngineRequest: _TypeAlias = EngineRequest  # noqa: Y015
 

@@ -946,7 +946,7 @@ class PodInfo(_message.Message):
 
     @_builtins.property
     def parallel_sizes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Above 1, by setting: tensor_parallel_size."""
+        """Above 1, by setting: tensor_parallel_size; data_parallel_size: engines, each with a prefix cache of its own. What is said of blocks, sequences and steps holds of each."""
 
     def __init__(
         self,
@@ -1024,6 +1024,7 @@ class PodStats(_message.Message):
     KV_BYTES_LOADED_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch."""
     num_waiting: _builtins.int
@@ -1056,6 +1057,8 @@ class PodStats(_message.Message):
     """Bytes of KV that went into the connector for other pods."""
     kv_bytes_loaded: _builtins.int
     """Bytes of KV of other pods that came out of it."""
+    data_parallel_rank: _builtins.int
+    """Number of the pod's engine of which all this is said; each is reported by itself."""
     @_builtins.property
     def kv_events(self) -> Global___KVEvents:
         """If asked for, and something changed."""
@@ -1090,10 +1093,11 @@ class PodStats(_message.Message):
         kv_bytes_loaded: _builtins.int = ...,
         phases: Global___PhaseSeconds | None = ...,
         ranks: _abc.Iterable[Global___RankStats] | None = ...,
+        data_parallel_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel_rank", b"data_parallel_rank", "draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,7 @@ class PodContext:
     engine: EngineClient
     requests: EngineRequests
     stats: StatsBoard
-    cache: CacheView
+    caches: tuple[CacheView, ...]  # of each engine
     admission: Admission
     metrics: PodMetrics
     open_channel: ChannelOpener = open_channel  # to other pods

@@ -70,18 +70,20 @@ class PodServicer(pods_pb2_grpc.PodServicer):
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self, request: pods_pb2.WatchStatsRequest, context: grpc.aio.ServicerContext[Any, pods_pb2.PodStats]
     ) -> None:
-        """Sends a report at once, then one per change, at most one per interval; several if many blocks of the prefix
-        cache have changed."""
+        """Sends a report of each engine at once, then at each change, at most once per interval; several if many blocks
+        of a prefix cache have changed."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             interval_s = request.min_interval_ms / 1000 or DEFAULT_STATS_INTERVAL_S
             with ExitStack() as stack:
-                cache = stack.enter_context(self._pod.cache.watch()) if request.with_kv_events else None
+                caches = self._pod.caches if request.with_kv_events else ()
+                watches = [stack.enter_context(cache.watch()) for cache in caches]
                 async with aclosing(self._pod.stats.watch(interval_s)) as reports:
-                    async for stats in reports:
-                        news = cache.take() if cache is not None else []
-                        await context.write(self._report(stats, *news[:1]))
-                        for events in news[1:]:
-                            await context.write(self._report(stats, events))
+                    async for by_engine in reports:
+                        for rank, stats in enumerate(by_engine):
+                            news = watches[rank].take() if watches else []
+                            await context.write(self._report(stats, rank, *news[:1]))
+                            for events in news[1:]:
+                                await context.write(self._report(stats, rank, events))
 
     async def Drain(  # noqa: N802
         self, request: pods_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -137,7 +139,9 @@ class PodServicer(pods_pb2_grpc.PodServicer):
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             await self._profiles.take(request, context.write)
 
-    def _report(self, stats: EngineStats, events: pods_pb2.KVEvents | None = None) -> pods_pb2.PodStats:
+    def _report(
+        self, stats: EngineStats, data_parallel_rank: int, events: pods_pb2.KVEvents | None = None
+    ) -> pods_pb2.PodStats:
         return pods_pb2.PodStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -156,6 +160,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             prefix_cache_hits=stats.prefix_cache_hits,
             kv_bytes_saved=stats.saves.num_blocks * self._pod.spec.bytes_per_whole_block,
             kv_bytes_loaded=stats.loads.num_blocks * self._pod.spec.bytes_per_whole_block,
-            phases=phase_seconds_to_pb(self._pod.stats.phases),
+            phases=phase_seconds_to_pb(self._pod.stats.phases[data_parallel_rank]),
+            data_parallel_rank=data_parallel_rank,
             ranks=map(rank_figures_to_pb, stats.ranks),
         )

@@ -64,7 +64,20 @@ def add_request_from_pb(
         target_itl_s=_target_itl_s(message.target_itl_ms),
         tenant=message.tenant,
         transfer=transfer,
+        data_parallel_rank=_data_parallel_rank(message, spec),
     )
+
+
+def _data_parallel_rank(message: common_pb2.EngineRequest, spec: EngineSpec) -> int | None:
+    """None: the pod may choose."""
+    if not message.HasField("data_parallel_rank"):
+        return None if spec.data_parallel_size > 1 else 0
+    if message.data_parallel_rank >= spec.data_parallel_size:
+        raise InvalidRequestError(
+            f"data_parallel_rank is {message.data_parallel_rank}, but the pod has {spec.data_parallel_size} engines",
+            param="data_parallel_rank",
+        )
+    return message.data_parallel_rank
 
 
 def error_of(output: RequestOutput) -> BatonError:

@@ -5,13 +5,14 @@ All names begin with `baton_pod_`, those of a router with `baton_router_`: no su
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from common.engine.messages import EngineSpec, PhaseSeconds
+from common.engine.messages import EngineSpec, EngineStats, PhaseSeconds
 from common.observability.build_info import BuildInfo
 from common.observability.model_label import MODEL_LABEL, OfModel
 from common.observability.tracing.tracer import trace_span_counter
@@ -110,9 +111,15 @@ class _CacheConfig(Collector):
 
 
 class _EngineFigures(Collector):
+    """Those of several engines have the label `engine`, its number."""
+
     def __init__(self, stats: StatsBoard, spec: EngineSpec, config: PodConfig) -> None:
         self._stats = stats
-        self._model_name = config.model_name
+        self._labels = [MODEL_LABEL]
+        self._of_engines = [[config.model_name]]
+        if spec.data_parallel_size > 1:
+            self._labels += ["engine"]
+            self._of_engines = [[config.model_name, str(rank)] for rank in range(spec.data_parallel_size)]
         self._connector = config.connector or "none"
         self._bytes_per_block = spec.bytes_per_whole_block
         self._kernels_failed = spec.kernels_failed
@@ -126,73 +133,72 @@ class _EngineFigures(Collector):
         yield from self._transfers()
         yield from self._ranks()
 
+    def _by_engine(self) -> list[tuple[list[str], EngineStats]]:
+        """Values of the labels, and the figures."""
+        return list(zip(self._of_engines, self._stats.by_engine, strict=True))
+
     def _gauges(self) -> Iterator[Metric]:
-        stats = self._stats.latest
-        used = stats.num_blocks - stats.num_free_blocks
-        figures: tuple[tuple[str, str, float], ...] = (
-            ("baton_pod_num_requests_running", "Requests in the running batch.", stats.num_running),
-            ("baton_pod_num_requests_waiting", "Requests queued.", stats.num_waiting),
+        figures: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+            ("baton_pod_num_requests_running", "Requests in the running batch.", attrgetter("num_running")),
+            ("baton_pod_num_requests_waiting", "Requests queued.", attrgetter("num_waiting")),
             (
                 "baton_pod_num_requests_waiting_for_remote_kv",
                 "Requests whose KV is in flight.",
-                stats.num_waiting_for_remote_kv,
+                attrgetter("num_waiting_for_remote_kv"),
             ),
-            (
-                "baton_pod_kv_cache_usage_perc",
-                "Used KV blocks / all blocks; 1 is full.",
-                used / max(1, stats.num_blocks),
-            ),
-            ("baton_pod_queued_tokens", "Tokens not yet computed.", stats.num_queued_tokens),
-            ("baton_pod_last_step_seconds", "Duration of the last step.", stats.last_step_s),
+            ("baton_pod_kv_cache_usage_perc", "Used KV blocks / all blocks; 1 is full.", _kv_cache_usage),
+            ("baton_pod_queued_tokens", "Tokens not yet computed.", attrgetter("num_queued_tokens")),
+            ("baton_pod_last_step_seconds", "Duration of the last step.", attrgetter("last_step_s")),
         )
         for name, documentation, value in figures:
-            family = GaugeMetricFamily(name, documentation, labels=[MODEL_LABEL])
-            family.add_metric([self._model_name], value)
+            family = GaugeMetricFamily(name, documentation, labels=self._labels)
+            for labels, stats in self._by_engine():
+                family.add_metric(labels, value(stats))
             yield family
 
     def _counters(self) -> Iterator[Metric]:
-        stats = self._stats.latest
-        figures: tuple[tuple[str, str, int], ...] = (
+        figures: tuple[tuple[str, str, str], ...] = (
             (
                 "baton_pod_prefix_cache_queries",
                 "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_cache_queries,
+                "prefix_cache_queries",
             ),
-            ("baton_pod_prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("baton_pod_tier_queries", "Tokens looked up in the tiers below the device.", stats.tier_queries),
-            ("baton_pod_tier_hits", "Tokens restored from the tiers below the device.", stats.tier_hits),
+            ("baton_pod_prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+            ("baton_pod_tier_queries", "Tokens looked up in the tiers below the device.", "tier_queries"),
+            ("baton_pod_tier_hits", "Tokens restored from the tiers below the device.", "tier_hits"),
             (
                 "baton_pod_num_offloaded_blocks",
                 "Blocks saved to the tiers below the device.",
-                stats.num_offloaded_blocks,
+                "num_offloaded_blocks",
             ),
             (
                 "baton_pod_num_offload_failures",
                 "Blocks that could not be saved to the tiers below the device.",
-                stats.num_offload_failures,
+                "num_offload_failures",
             ),
             (
                 "baton_pod_num_offloads_skipped",
                 "Blocks not offered to the tiers below the device because too many offloads were in flight.",
-                stats.num_offloads_skipped,
+                "num_offloads_skipped",
             ),
-            ("baton_pod_prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
-            ("baton_pod_generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
-            ("baton_pod_num_preemptions", "Requests that lost their blocks while running.", stats.num_preemptions),
+            ("baton_pod_prompt_tokens", "Prompt tokens computed here.", "num_prompt_tokens"),
+            ("baton_pod_generation_tokens", "Tokens generated here.", "num_generation_tokens"),
+            ("baton_pod_num_preemptions", "Requests that lost their blocks while running.", "num_preemptions"),
             (
                 "baton_pod_num_late_masks",
                 "Tokens that waited for another step because the mask of the request's grammar was not there.",
-                stats.num_late_masks,
+                "num_late_masks",
             ),
             (
                 "baton_pod_num_slow_grammars",
                 "Requests that ended because following their grammar takes too long.",
-                stats.num_slow_grammars,
+                "num_slow_grammars",
             ),
         )
-        for name, documentation, value in figures:
-            family = CounterMetricFamily(name, documentation, labels=[MODEL_LABEL])
-            family.add_metric([self._model_name], value)
+        for name, documentation, field in figures:
+            family = CounterMetricFamily(name, documentation, labels=self._labels)
+            for labels, stats in self._by_engine():
+                family.add_metric(labels, getattr(stats, field))
             yield family
 
     def _kernel_fallbacks(self) -> Metric:
@@ -200,25 +206,26 @@ class _EngineFigures(Collector):
             "baton_pod_kernel_fallbacks",
             "Self-checks that failed: of compiled kernels at start (kernel), after which torch's operators are used, "
             "or of a recorded decode step (recorded_step), after which decode steps run kernel by kernel.",
-            labels=[MODEL_LABEL, "check"],
+            labels=[*self._labels, "check"],
         )
-        family.add_metric([self._model_name, "kernel"], self._kernels_failed)
-        family.add_metric([self._model_name, "recorded_step"], self._stats.latest.num_failed_recordings)
+        for labels, stats in self._by_engine():
+            family.add_metric([*labels, "kernel"], self._kernels_failed)
+            family.add_metric([*labels, "recorded_step"], stats.num_failed_recordings)
         return family
 
     def _steps(self) -> Iterator[Metric]:
-        stats = self._stats.latest
-        labels = [MODEL_LABEL, "kind"]
-        kinds = (("prefill", stats.prefill_steps), ("decode", stats.decode_steps), ("mixed", stats.mixed_steps))
+        names = [*self._labels, "kind"]
         seconds = SummaryMetricFamily(
             "baton_pod_step_seconds",
             "Duration of steps that computed prompts (prefill), tokens of running requests (decode), or both (mixed).",
-            labels=labels,
+            labels=names,
         )
-        tokens = SummaryMetricFamily("baton_pod_step_tokens", "Tokens per step, by the same kinds.", labels=labels)
-        for kind, steps in kinds:
-            seconds.add_metric([self._model_name, kind], steps.num_steps, steps.seconds)
-            tokens.add_metric([self._model_name, kind], steps.num_steps, steps.num_tokens)
+        tokens = SummaryMetricFamily("baton_pod_step_tokens", "Tokens per step, by the same kinds.", labels=names)
+        for labels, stats in self._by_engine():
+            kinds = (("prefill", stats.prefill_steps), ("decode", stats.decode_steps), ("mixed", stats.mixed_steps))
+            for kind, steps in kinds:
+                seconds.add_metric([*labels, kind], steps.num_steps, steps.seconds)
+                tokens.add_metric([*labels, kind], steps.num_steps, steps.num_tokens)
         yield seconds
         yield tokens
         yield self._phases()
@@ -227,11 +234,11 @@ class _EngineFigures(Collector):
         family = CounterMetricFamily(
             "baton_pod_step_phase_seconds",
             "Time of the engine's step loop, by what it did; the phases add up to the time for which it has run.",
-            labels=[MODEL_LABEL, "phase"],
+            labels=[*self._labels, "phase"],
         )
-        phases = self._stats.phases
-        for phase in PhaseSeconds.__struct_fields__:
-            family.add_metric([self._model_name, phase], getattr(phases, phase))
+        for labels, phases in zip(self._of_engines, self._stats.phases, strict=True):
+            for phase in PhaseSeconds.__struct_fields__:
+                family.add_metric([*labels, phase], getattr(phases, phase))
         return family
 
     def _ranks(self) -> Iterator[Metric]:
@@ -240,45 +247,49 @@ class _EngineFigures(Collector):
             "baton_pod_rank_step_seconds",
             "Time of the steps of each of several ranks: on a core (computing), without one though it could go on "
             "(delayed), asleep until others had come as far (waiting).",
-            labels=[MODEL_LABEL, "rank", "state"],
+            labels=[*self._labels, "rank", "state"],
         )
         memory = GaugeMetricFamily(
             "baton_pod_rank_resident_bytes",
             "Host memory of the process of each of several ranks.",
-            labels=[MODEL_LABEL, "rank"],
+            labels=[*self._labels, "rank"],
         )
-        for each in self._stats.latest.ranks:
-            rank = str(each.rank)
+        for labels, each in ((labels, rank) for labels, stats in self._by_engine() for rank in stats.ranks):
+            names = [*labels, str(each.rank)]
             states = (("computing", each.computing_s), ("delayed", each.delayed_s), ("waiting", each.waiting_s))
             for state, value in states:
-                seconds.add_metric([self._model_name, rank, state], value)
-            memory.add_metric([self._model_name, rank], each.resident_bytes)
+                seconds.add_metric([*names, state], value)
+            memory.add_metric(names, each.resident_bytes)
         yield seconds
         yield memory
 
     def _transfers(self) -> Iterator[Metric]:
-        stats = self._stats.latest
-        labels = [MODEL_LABEL, "connector", "direction"]
-        directions = (
-            ("save", stats.saves),
-            ("load", stats.loads),
-            ("offload", stats.offloads),
-            ("restore", stats.restores),
-        )
+        names = [*self._labels, "connector", "direction"]
         seconds = SummaryMetricFamily(
             "baton_pod_kv_transfer_seconds",
             "Duration of KV transfers: save and load of handoffs, offload and restore of tiers.",
-            labels=labels,
+            labels=names,
         )
-        moved = CounterMetricFamily("baton_pod_kv_transfer_bytes", "Bytes of KV that they moved.", labels=labels)
+        moved = CounterMetricFamily("baton_pod_kv_transfer_bytes", "Bytes of KV that they moved.", labels=names)
         failed = CounterMetricFamily(
-            "baton_pod_kv_transfer_failures", "Those that did not move all their blocks.", labels=labels
+            "baton_pod_kv_transfer_failures", "Those that did not move all their blocks.", labels=names
         )
-        for direction, transfers in directions:
-            values = [self._model_name, self._connector, direction]
-            seconds.add_metric(values, transfers.num_transfers, transfers.seconds)
-            moved.add_metric(values, transfers.num_blocks * self._bytes_per_block)
-            failed.add_metric(values, transfers.num_failed)
+        for labels, stats in self._by_engine():
+            directions = (
+                ("save", stats.saves),
+                ("load", stats.loads),
+                ("offload", stats.offloads),
+                ("restore", stats.restores),
+            )
+            for direction, transfers in directions:
+                values = [*labels, self._connector, direction]
+                seconds.add_metric(values, transfers.num_transfers, transfers.seconds)
+                moved.add_metric(values, transfers.num_blocks * self._bytes_per_block)
+                failed.add_metric(values, transfers.num_failed)
         yield seconds
         yield moved
         yield failed
+
+
+def _kv_cache_usage(stats: EngineStats) -> float:
+    return (stats.num_blocks - stats.num_free_blocks) / max(1, stats.num_blocks)

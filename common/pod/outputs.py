@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from common.engine.client.base import EngineClient
+from common.engine.client.data_parallel import id_in_engine
 from common.engine.messages import AddRequest, RequestOutput, TransferQuiesced, TransferTarget, TransferUpdate
 from common.errors import BatonError, EngineDeadError
 from common.observability.logging import fields
@@ -40,20 +41,26 @@ class EngineRequests:
     again while the last attempt is still being aborted.
     """
 
-    def __init__(self, engine: EngineClient, stats: StatsBoard, cache: CacheView) -> None:
-        """`stats` and `cache` are kept up to date."""
+    def __init__(self, engine: EngineClient, stats: StatsBoard, *caches: CacheView) -> None:
+        """`stats`, and the view of each engine's cache, are kept up to date."""
         self._engine = engine
         self._stats = stats
-        self._cache = cache
+        self._caches = caches
         self._sinks: dict[RequestId, OutputSink] = {}
         self._serial = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._sinks)
 
+    def place(self, request: AddRequest) -> AddRequest:
+        """Chooses the request's engine, unless that is done."""
+        if request.data_parallel_rank is not None:
+            return request
+        return msgspec.structs.replace(request, data_parallel_rank=self._engine.least_loaded())
+
     def add(self, request: AddRequest, sink: OutputSink) -> RequestId:
-        """Starts a generation and returns its id in the engine. Raises EngineDeadError."""
-        engine_id = RequestId(f"{request.request_id}~{next(self._serial)}")
+        """Starts a generation and returns its id in the engine, which is chosen. Raises EngineDeadError."""
+        engine_id = id_in_engine(request.request_id, next(self._serial), request.data_parallel_rank or 0)
         self._engine.add_request(msgspec.structs.replace(request, request_id=engine_id))
         self._sinks[engine_id] = sink
         return engine_id
@@ -93,12 +100,13 @@ class EngineRequests:
             async for step in self._engine.outputs():
                 for output in step.outputs:
                     self._deliver(output)
+                rank = step.data_parallel_rank
                 if step.kv_stored or step.kv_removed:
-                    self._cache.apply(step.kv_stored, step.kv_removed)
+                    self._caches[rank].apply(step.kv_stored, step.kv_removed)
                 if step.phases is not None:
-                    self._stats.publish_phases(step.phases)
+                    self._stats.publish_phases(step.phases, rank)
                 if step.stats is not None:
-                    self._stats.publish(step.stats)
+                    self._stats.publish(step.stats, rank)
             raise EngineDeadError("the engine closed its output stream")
         except EngineDeadError as error:
             sinks, self._sinks = self._sinks, {}

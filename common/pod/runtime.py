@@ -155,6 +155,8 @@ class PodRuntime:
         spec = self.context.spec
         line = f"ready role={self._role} address={self.address} pod_id={self.config.pod_id}"
         line += f" device={spec.device} kernels={spec.kernels}"
+        if spec.data_parallel_size > 1:
+            line += f" engines={spec.data_parallel_size}"
         if spec.num_threads:
             line += f" threads={spec.num_threads}"
         return line if self.metrics_port is None else f"{line} metrics_port={self.metrics_port}"
@@ -213,7 +215,8 @@ class PodRuntime:
 
     async def _start_engine(self, tracer: Tracer | None, trace_spans: Counter) -> PodContext:
         spec = await self._engine.start()
-        stats, cache = StatsBoard(await self._engine.stats()), CacheView()
+        stats = StatsBoard(*await self._engine.stats_by_engine())
+        caches = tuple(CacheView() for _ in stats.by_engine)
         metrics = PodMetrics(stats, spec, self.config, trace_spans)
         return PodContext(
             role=self._role,
@@ -221,9 +224,9 @@ class PodRuntime:
             incarnation=secrets.randbits(63),
             spec=spec,
             engine=self._engine,
-            requests=EngineRequests(self._engine, stats, cache),
+            requests=EngineRequests(self._engine, stats, *caches),
             stats=stats,
-            cache=cache,
+            caches=caches,
             admission=Admission(self.config.max_open),
             metrics=metrics,
             open_channel=self._tls.open_channel if self._tls is not None else open_channel,

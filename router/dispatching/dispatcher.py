@@ -52,6 +52,8 @@ class Route(NamedTuple):
     prefill: Pod | None  # None: the decode pod prefills
     prefill_claim: PodClaim | None
     reason: str  # why it goes there
+    decode_rank: int = 0  # of the pod's engines, the one that the request is for
+    prefill_rank: int = 0
 
     def release(self, now: float) -> None:
         """Give both claims back."""
@@ -172,9 +174,10 @@ class Dispatcher:
         """Whether another decode pod has a slot, and blocks for so many tokens."""
         return any(
             other.info is not None
-            and other.load.current().num_requests < other.info.max_num_seqs
-            and other.load.current().free_blocks * other.info.block_size >= num_tokens
+            and engine.load.current().num_requests < other.info.max_num_seqs
+            and engine.load.current().free_blocks * other.info.block_size >= num_tokens
             for other in self.pods.ready_decode()
+            for engine in other.engines
             if other is not pod
         )
 
@@ -183,10 +186,12 @@ class Dispatcher:
         self.metrics.dispatched.labels("local" if plan.prefill is None else "remote", plan.reason).inc()
         self._note_lack(plan)
         decode, decode_claim = self._claim(plan.decode, request, computes=plan.prefill is None)
+        decode_rank = plan.decode.facts.data_parallel_rank
         if plan.prefill is None:
-            return Route(decode, decode_claim, None, None, plan.reason)
+            return Route(decode, decode_claim, None, None, plan.reason, decode_rank)
         prefill, prefill_claim = self._claim(plan.prefill, request, computes=True)
-        return Route(decode, decode_claim, prefill, prefill_claim, plan.reason)
+        prefill_rank = plan.prefill.facts.data_parallel_rank
+        return Route(decode, decode_claim, prefill, prefill_claim, plan.reason, decode_rank, prefill_rank)
 
     def _note_lack(self, plan: Plan) -> None:
         """Log changes only; requests are counted."""
@@ -214,4 +219,5 @@ class Dispatcher:
         expectation = pods.index.expect(
             facts.slot, request.block_hashes, num_held, now, request.deadline - now, arrives=not computes
         )
-        return pod, PodClaim(pod.load, share, expectation, fed=pod.is_fed)
+        engine = pod.engines[facts.data_parallel_rank]
+        return pod, PodClaim(engine.load, share, expectation, fed=engine.is_fed)

@@ -104,6 +104,7 @@ def open_legs(
         priority=request.priority,
         target_itl_ms=1000 * (request.terms.itl_slo_s or 0.0),
         tenant=request.terms.tenant.name,
+        data_parallel_rank=route.decode_rank,
     )
     session = route.decode.session
     try:
@@ -117,6 +118,7 @@ def open_legs(
     if route.prefill is None or route.prefill_claim is None:
         return Legs(epoch, decode, None)
     prefill = pods_pb2.PrefillRequest(request=engine_request, transfer_id=transfer_id, epoch=epoch)
+    prefill.request.data_parallel_rank = route.prefill_rank
     trace = leg_context(request, epoch, "prefill")
     metadata = None if trace is None else trace.metadata
     return Legs(epoch, decode, PrefillLeg(route.prefill, prefill, route.prefill_claim, metadata))

@@ -95,7 +95,7 @@ def _pod(pod: Pod) -> ClusterPod:
         version=None if info is None else info.version[:_MAX_WORD_CHARS],
         state=pod.state.value,
         detail=pod.detail,
-        num_requests=pod.load.num_requests,
+        num_requests=pod.num_requests,
         parallel_sizes={} if info is None else _sizes(info),
         load=_load(pod),
     )

@@ -44,8 +44,8 @@ def _route(request: GenerationRequest, plan: Plan) -> dict[str, Any]:
     legs = [plan.decode, *([] if plan.prefill is None else [plan.prefill])]
     return {
         "object": "route",
-        "decode": plan.decode.facts.address,
-        "prefill": None if plan.prefill is None else plan.prefill.facts.address,
+        "decode": plan.decode.facts.name,
+        "prefill": None if plan.prefill is None else plan.prefill.facts.name,
         "prefill_on": where,
         "reason": plan.reason,
         "why": _WHY.get(plan.reason, {}).get(where, ""),
@@ -65,10 +65,10 @@ def _leg(placement: Placement, *, taken: bool) -> dict[str, Any]:
         "leg": candidates.leg.value,
         "taken": taken,
         "policy": placement.policy.name,
-        "chosen": placement.facts.address,
+        "chosen": placement.facts.name,
         "candidates": [
             {
-                "address": facts.address,
+                "address": facts.name,
                 "score": round(float(judgement.totals[index]), 6),
                 "scores": {
                     name: round(float(column[index]), 6) for name, column in zip(names, judgement.scores, strict=True)

@@ -152,7 +152,7 @@ class Cluster:
         is_prefill = endpoint.role == "prefill"
         role = pods_pb2.POD_ROLE_PREFILL if is_prefill else pods_pb2.POD_ROLE_DECODE
         pod = Pod(role, endpoint.address, self._judge, self.index, self._opener, health=self._health, owner=self)
-        pod.load.on_idle = lambda: self._forget_if_done(pod)
+        pod.on_idle = lambda: self._forget_if_done(pod)
         self._of_role(endpoint.role).append(pod)
         self._assign(pod, self._only_model)
         self._watched[pod] = self._spawn(pod.watch(), f"watch {pod.address}")
@@ -161,7 +161,7 @@ class Cluster:
 
     def _forget_if_done(self, pod: Pod) -> None:
         """A pod that has left keeps its connection until the requests on it have ended."""
-        if pod.listed or pod.load.num_requests or (watch := self._watched.pop(pod, None)) is None:
+        if pod.listed or pod.num_requests or (watch := self._watched.pop(pod, None)) is None:
             return
         watch.cancel()
         self._of_role(pod.role_name).remove(pod)

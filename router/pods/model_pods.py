@@ -108,7 +108,7 @@ class ModelPods:
     def add(self, pod: Pod) -> None:
         """The pod serves this model."""
         self.of_role(pod.role_name).append(pod)
-        pod.load.step_times = self.table(pod.role_name).step_times
+        pod.use_step_times(self.table(pod.role_name).step_times)
 
     def remove(self, pod: Pod) -> None:
         """The pod has left, or serves another model by now. It is not in the table."""
@@ -116,14 +116,17 @@ class ModelPods:
 
     def enter_table(self, pod: Pod) -> None:
         """The pod may be chosen. Idempotent."""
-        if pod.load.row is None:
-            pod.load.row = self.table(pod.role_name).add(pod.facts(), pod.load.current())
+        table = self.table(pod.role_name)
+        for engine in pod.engines:
+            if engine.load.row is None:
+                engine.load.row = table.add(pod.facts(engine), engine.load.current())
 
     def leave_table(self, pod: Pod) -> None:
         """The pod may not be chosen. Idempotent."""
-        if pod.load.row is not None:
-            self.table(pod.role_name).remove(pod.load.row)
-            pod.load.row = None
+        for engine in pod.known_engines:
+            if engine.load.row is not None:
+                self.table(pod.role_name).remove(engine.load.row)
+                engine.load.row = None
 
     def settle_facts(self) -> None:
         """Decides again what the pods must agree on."""

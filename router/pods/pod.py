@@ -22,13 +22,14 @@ from common.observability.tracing.context import Metadata
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelOpener, connect, open_channel
 from common.rpc.errors import error_from_pb, from_rpc_error
+from common.step_times import StepTimes
 from router.discovery import Role
 from router.placing.index import InvalidEventError, PrefixIndex
 from router.placing.policies import PodFacts
 from router.pods.canary import CanaryLoop, try_decode, try_prefill
 from router.pods.config import HealthConfig
 from router.pods.health import Outcome, PodHealth, Reason
-from router.pods.load import PodLoad
+from router.pods.pod_engine import MAX_ENGINES, PodEngine, join_reports
 from router.pods.session import DecodeSession, DeltaSink
 from router.pods.stall import StallWatch
 from router.pods.stats import follow_stats
@@ -47,6 +48,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT_S = 5.0  # of an operator's call
 _FIRST_BACKOFF_S = 0.1
+_ENGINES = "data_parallel_size"
 
 _Response = TypeVar("_Response")
 
@@ -97,9 +99,7 @@ class Pod:
         self.listed = True  # some source names it; set by the Cluster
         self.shown = PodState.CONNECTING  # the state that was last told; the Cluster's
         self.model: ModelPods | None = None  # that it serves; None: not known yet, or none of ours. Set by the Cluster
-        self.load = PodLoad()
-        self.slot: int | None = None  # in the index; None while not connected
-        self.is_fed = False  # it has told which blocks it holds
+        self.on_idle: Callable[[], None] = _nothing  # called when the last request of this router has ended
         self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives
         self.info: pods_pb2.PodInfo | None = None  # None while not connected
         self.pod_id: str | None = None  # of the last pod that was connected at this address
@@ -115,10 +115,10 @@ class Pod:
         self._failure = ""  # why the last connection ended
         self._ever_tried = False
         self._serving = False
-        self._stats: pods_pb2.PodStats | None = None
         self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
         self._control_stub: pods_pb2_grpc.PodAsyncStub | None = None
         self._index = index
+        self.known_engines = [self._new_engine(0)]  # all that it has had over its connections
         self._invalid_incarnation: int | None = None  # its incarnation
         self._incarnation: int | None = None  # the last one that was connected
 
@@ -126,6 +126,21 @@ class Pod:
     def role_name(self) -> Role:
         """ "prefill" or "decode"."""
         return "prefill" if self.role == pods_pb2.POD_ROLE_PREFILL else "decode"
+
+    @property
+    def engines(self) -> list[PodEngine]:
+        """Those that it has, each a target for requests; of the last connection, if there is none."""
+        return self.known_engines if self.info is None else self.known_engines[: _num_engines(self.info)]
+
+    def use_step_times(self, step_times: StepTimes) -> None:
+        """Those of all pods of its role and model."""
+        for engine in self.known_engines:
+            engine.load.step_times = step_times
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of this router on it."""
+        return sum(engine.load.num_requests for engine in self.known_engines)
 
     @property
     def state(self) -> PodState:
@@ -136,9 +151,12 @@ class Pod:
             return PodState.DOWN if self._ever_tried else PodState.CONNECTING
         if not self.fits:
             return PodState.CONNECTING if self.fits is None else PodState.REFUSED
-        if self._stats is None or (self.session is not None and self.session.broken):
+        by_engine = [engine.stats for engine in self.engines]
+        if None in by_engine or (self.session is not None and self.session.broken):
             return PodState.NOT_SERVING
-        if self._stats.draining:  # which it says of its health, too, as not serving
+        if any(
+            stats.draining for stats in by_engine if stats is not None
+        ):  # which it says of its health, too, as not serving
             return PodState.DRAINING
         if not self._serving:
             return PodState.NOT_SERVING
@@ -148,7 +166,7 @@ class Pod:
     def detail(self) -> str:
         """Why it is in this state, for a person; may be empty."""
         if not self.listed:
-            return f"no longer listed; {self.load.num_requests} requests to finish"
+            return f"no longer listed; {self.num_requests} requests to finish"
         if self.info is None:
             return self._failure
         if self.fits and self.health.is_ejected:
@@ -157,16 +175,20 @@ class Pod:
 
     @property
     def stats(self) -> pods_pb2.PodStats | None:
-        """Its last report; None while there is none of this connection."""
-        return self._stats
+        """Its last report, of all engines together; None while there is none of this connection."""
+        by_engine = [engine.stats for engine in self.engines if engine.stats is not None]
+        if len(by_engine) <= 1:
+            return by_engine[0] if by_engine else None
+        return join_reports(by_engine)
 
-    def facts(self) -> PodFacts:
-        """What policies see of it that does not change. Only for a ready pod."""
+    def facts(self, engine: PodEngine) -> PodFacts:
+        """What policies see of one of its engines that does not change. Only for a ready pod."""
         assert self.info is not None
-        assert self.slot is not None
+        assert engine.slot is not None
         return PodFacts(
             address=self.address,
-            slot=self.slot,
+            data_parallel_rank=engine.data_parallel_rank,
+            slot=engine.slot,
             connector=self.info.connector,
             num_blocks=max(1, self.info.num_blocks),
             max_num_seqs=max(1, self.info.max_num_seqs),
@@ -176,19 +198,19 @@ class Pod:
             min_prefill_tokens=max(1, self.info.min_prefill_tokens),
         )
 
-    def on_kv_events(self, sequence: int, stored: bytes, removed: bytes, *, is_snapshot: bool) -> bool:
-        """Take over what the pod says about its prefix cache, see PrefixIndex.apply. False: a snapshot is needed.
+    def on_kv_events(self, engine: PodEngine, events: pods_pb2.KVEvents) -> bool:
+        """Take over what the pod says about an engine's prefix cache, see PrefixIndex.apply. False: a snapshot is
+        needed.
 
         A pod that reports something invalid gets no more requests until it is restarted.
         """
-        if self.slot is None or self.violation:
+        if engine.slot is None or self.violation:
             return True
         try:
-            applied = self._index.apply(self.slot, sequence, stored, removed, is_snapshot=is_snapshot)
+            applied = engine.apply(events)
         except InvalidEventError as error:
             self.reject(f"its KV events are invalid: {error.message}")
             return True
-        self.is_fed = self.is_fed or applied
         if not applied:
             logger.warning("KV events of %s pod %s are missing; a snapshot is due", self.role_name, self.address)
         return applied
@@ -268,12 +290,17 @@ class Pod:
     @property
     def is_stepping(self) -> bool:
         """See stall.Engine."""
-        return self.load.is_stepping
+        return any(engine.load.is_stepping for engine in self.engines)
 
     @property
     def longest_step_s(self) -> float | None:
         """See stall.Engine."""
-        return None if self.info is None else self.load.longest_step_s(self.info.max_num_batched_tokens)
+        if self.info is None:
+            return None
+        limit = self.info.max_num_batched_tokens
+        known = [engine.load.longest_step_s(limit) for engine in self.engines]
+        longest = [seconds for seconds in known if seconds is not None]
+        return max(longest) if len(longest) == len(known) else None
 
     async def try_out(self, timeout_s: float) -> None:
         """See canary.Subject."""
@@ -318,7 +345,7 @@ class Pod:
         self.health.note_invalid(error.message, cause)
 
     def _note_outcome(self, error: BatonError | None, reason: Reason, cause: Cause, since: float | None = None) -> None:
-        if self._stats is None or not self._stats.draining:  # else it may refuse
+        if not any(engine.stats is not None and engine.stats.draining for engine in self.engines):  # else it may refuse
             self.health.note_outcome(error, reason, cause, since=since)
 
     # --- the connection ---
@@ -357,11 +384,14 @@ class Pod:
         self.info = info
         self.pod_id = info.pod_id
         self._control_stub = control
-        self.slot = self._index.join(capacity=max(1, info.num_blocks))
-        self.is_fed = False
         if info.incarnation != self._invalid_incarnation:
             self.violation = ""
-        self.load.connected()
+        for rank in range(len(self.known_engines), _num_engines(info)):
+            self.known_engines.append(self._new_engine(rank))
+        for engine in self.engines:
+            engine.connected(info)
+        if (num_engines := info.parallel_sizes.get(_ENGINES, 1)) > MAX_ENGINES:
+            self.reject(f"it has {num_engines} engines, more than {MAX_ENGINES}")
         if info.incarnation != self._incarnation:
             self._incarnation = info.incarnation
             self.health.restarted()
@@ -397,18 +427,19 @@ class Pod:
 
     def _take_stats(self, stats: pods_pb2.PodStats) -> bool:
         """False: KV events are missing."""
-        changed = self._stats is None or self._stats.draining != stats.draining
-        if self._stats is not None:  # the first one tells nothing new
+        if stats.data_parallel_rank >= len(self.engines):
+            self.reject(f"it reports figures of engine {stats.data_parallel_rank}, but has {len(self.engines)}")
+            return True
+        engine = self.engines[stats.data_parallel_rank]
+        changed = engine.stats is None or engine.stats.draining != stats.draining
+        if engine.stats is not None:  # the first one tells nothing new
             self.health.worked()
-        self._stats = stats
-        self.load.report(stats)
+        engine.stats = stats
+        engine.load.report(stats)
         self.stalls.reported()
         if changed:
             self._on_change()
-        if not stats.HasField("kv_events"):
-            return True
-        events = stats.kv_events
-        return self.on_kv_events(events.sequence, events.stored, events.removed, is_snapshot=events.is_snapshot)
+        return not stats.HasField("kv_events") or self.on_kv_events(engine, stats.kv_events)
 
     def _lose(self, error: BatonError) -> None:
         if self.info is not None:
@@ -423,14 +454,33 @@ class Pod:
         self.session = None
         self._prefill_stub = None
         self._control_stub = None
-        self._stats = None
+        for engine in self.known_engines:
+            engine.stats = None
         self._serving = False
         self.fits = None
         self.refusal = ""
         self._on_change()
-        if self.slot is not None:
-            self._index.forget(self.slot)
-            self.slot = None
+        for engine in self.known_engines:
+            engine.disconnected()
+
+    def _new_engine(self, data_parallel_rank: int) -> PodEngine:
+        engine = PodEngine(self._index, data_parallel_rank)
+        engine.load.on_idle = self._note_idle
+        if data_parallel_rank:
+            engine.load.step_times = self.known_engines[0].load.step_times
+        return engine
+
+    def _note_idle(self) -> None:
+        if not self.num_requests:
+            self.on_idle()
+
+
+def _num_engines(info: pods_pb2.PodInfo) -> int:
+    return min(max(1, info.parallel_sizes.get(_ENGINES, 1)), MAX_ENGINES)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_cancelled() -> bool:

@@ -74,7 +74,7 @@ def settle(host: Host[RouterCluster], channel: grpc.aio.Channel) -> None:
                 inference_pb2.ListModelsRequest(), timeout=DEADLINE_S, metadata=CREDENTIALS
             )
         )
-    loads = [pod.load for pod in router.cluster.pods]
+    loads = [pod.engines[0].load for pod in router.cluster.pods]
     host.wait_for(lambda: not router.service._running and not any(load.num_requests for load in loads))
 
 

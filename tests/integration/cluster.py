@@ -14,8 +14,9 @@ from pathlib import Path
 
 import tokenizers
 
+from common.engine.client import DataParallelClient
 from common.engine.client.threaded import AsyncInprocClient
-from common.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from common.engine.executor.inproc import InprocExecutor
 from common.pb import inference_pb2, inference_pb2_grpc, pods_pb2, pods_pb2_grpc
 from common.pod.config import PodConfig
@@ -99,8 +100,11 @@ async def running_cluster(
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
+    prefill_engines: int = 1,
+    decode_engines: int = 1,
     prefill_blocks: int = 256,
     decode_blocks: int = 256,
+    decode_policy: str = "round_robin",  # every pod is used
     prefix_caching: bool = True,
     tls: ClusterTlsConfig | None = None,
     security: SecurityConfig | None = None,
@@ -112,7 +116,8 @@ async def running_cluster(
 ) -> AsyncIterator[Cluster]:
     """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked.
 
-    `added_tokens` have the last ids of the vocabulary. `scheduler`: fields of SchedulerConfig.
+    `prefill_engines` and `decode_engines`: of each pod. `added_tokens` have the last ids of the vocabulary.
+    `scheduler`: fields of SchedulerConfig.
     """
     directory = _with_tokenizer(tiny_model_dir(model), path / "model", added_tokens)
     if chat_template:
@@ -128,14 +133,26 @@ async def running_cluster(
     async with AsyncExitStack() as stack:
 
         async def start(role: Role, config: PodConfig, make_front: FrontFactory) -> PodRuntime:
-            engine = AsyncInprocClient(config.engine_config(), InprocExecutor)
+            engines = [
+                AsyncInprocClient(config.engine_config(), InprocExecutor)
+                for _ in range(config.parallel.data_parallel_size)
+            ]
+            engine = engines[0] if len(engines) == 1 else DataParallelClient(engines)
             return await stack.enter_async_context(PodRuntime(role, config, engine, make_front))
 
         def cache(num_blocks: int) -> CacheConfig:
             return CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
 
-        prefill_config = PrefillConfig(cache=cache(prefill_blocks), **settings)  # type: ignore[arg-type]
-        decode_config = DecodeConfig(cache=cache(decode_blocks), **settings)  # type: ignore[arg-type]
+        prefill_config = PrefillConfig(
+            cache=cache(prefill_blocks),
+            parallel=ParallelConfig(data_parallel_size=prefill_engines),
+            **settings,  # type: ignore[arg-type]
+        )
+        decode_config = DecodeConfig(
+            cache=cache(decode_blocks),
+            parallel=ParallelConfig(data_parallel_size=decode_engines),
+            **settings,  # type: ignore[arg-type]
+        )
         prefill = [
             await start("prefill", prefill_config, lambda pod: PrefillFront(pod, prefill_config))
             for _ in range(num_prefill)
@@ -150,8 +167,8 @@ async def running_cluster(
             prefill=[pod.address for pod in prefill],
             decode=[pod.address for pod in decode],
             remote_prefill="prefer",
-            prefill_policy="round_robin",  # every pod is used
-            decode_policy="round_robin",
+            prefill_policy="round_robin",
+            decode_policy=decode_policy,
             pod_health=HealthConfig(stall_timeout_s=0),  # a crowded machine may stop an engine for seconds
             tls=tls or ClusterTlsConfig(),
             security=security or SecurityConfig(),

@@ -215,7 +215,7 @@ class Handoffs:
             TransferTarget(
                 request_id=request_id,
                 epoch=EPOCH,
-                address=self.consumer.spec.connector_address,
+                address=self.consumer.spec.connector_addresses[0],
                 num_held_tokens=started.num_cached_tokens,
                 block_ids=started.reserved_block_ids,
             )

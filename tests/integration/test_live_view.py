@@ -33,7 +33,7 @@ def cached_blocks(pod: PodRuntime) -> set[bytes]:
 
 
 def indexed_blocks(index: PrefixIndex, pod: Pod) -> set[bytes]:
-    return set() if pod.slot is None else set(index._holders[pod.slot].held)
+    return set() if pod.engines[0].slot is None else set(index._holders[pod.engines[0].slot].held)
 
 
 async def wait_index_is_right(router: Router, *pods: PodRuntime) -> None:
@@ -41,7 +41,7 @@ async def wait_index_is_right(router: Router, *pods: PodRuntime) -> None:
 
     def is_right() -> bool:
         return all(
-            views[pod.address].is_fed and indexed_blocks(index, views[pod.address]) == cached_blocks(pod)
+            views[pod.address].engines[0].is_fed and indexed_blocks(index, views[pod.address]) == cached_blocks(pod)
             for pod in pods
         )
 
@@ -63,7 +63,7 @@ async def complete(router: Router, prompt: Sequence[int]) -> list[int]:
 async def another_router(cluster: Cluster, **settings: object) -> AsyncIterator[Router]:
     config = msgspec.structs.replace(cluster.router.config, port=0, grpc_port=0, **settings)
     async with Router(config).running() as router:
-        await wait_for(lambda: all(pod.is_fed for pod in router.cluster.pods))
+        await wait_for(lambda: all(pod.engines[0].is_fed for pod in router.cluster.pods))
         yield router
 
 
@@ -153,7 +153,7 @@ async def test_a_restarted_pod_is_known_by_what_it_holds_now():
             await pod.kill()
             await wait_for(lambda: seen.info is None)
             async with decode_pod({}, cache=SMALL, port=port) as successor:
-                await wait_for(lambda: seen.info is not None and seen.is_fed)
+                await wait_for(lambda: seen.info is not None and seen.engines[0].is_fed)
                 assert seen.info.incarnation != before
                 await wait_index_is_right(router, successor.runtime)
                 await use(successor, [7])

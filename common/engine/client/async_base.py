@@ -124,6 +124,10 @@ class AsyncClientBase(abc.ABC):
             await self.close()
             raise
 
+    def least_loaded(self) -> int:
+        """See EngineClient. There is one."""
+        return 0
+
     def add_request(self, request: AddRequest) -> None:
         """Starts a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
         self._check_alive()
@@ -174,6 +178,10 @@ class AsyncClientBase(abc.ABC):
         result = await self._call("stats")
         assert isinstance(result, EngineStats)
         return result
+
+    async def stats_by_engine(self) -> list[EngineStats]:
+        """See EngineClient."""
+        return [await self.stats()]
 
     async def check_integrity(self) -> IntegrityReport:
         """Checks the engine's invariants."""

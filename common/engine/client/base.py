@@ -29,13 +29,17 @@ class EngineProfile(NamedTuple):
 
 
 class EngineClient(Protocol):
-    """One engine, seen from an asyncio event loop. All methods are called on that loop.
+    """One engine, or several, of which each request is in one, seen from an asyncio event loop. All methods are called
+    on that loop.
 
     Commands are delivered in order. After the engine has died, every method raises EngineDeadError.
     """
 
     async def start(self) -> EngineSpec:
         """Starts the engine and waits until it can serve. Raises ConfigError if a setting or the model is at fault."""
+
+    def least_loaded(self) -> int:
+        """Number of the engine that should get the next request, which counts as sent there."""
 
     def add_request(self, request: AddRequest) -> None:
         """Starts a generation. A request that cannot be admitted ends with FinishReason.ERROR in the outputs."""
@@ -61,6 +65,9 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """Returns the current statistics."""
+
+    async def stats_by_engine(self) -> list[EngineStats]:
+        """Returns the current statistics of each engine."""
 
     async def check_integrity(self) -> IntegrityReport:
         """Checks the engine's invariants."""

@@ -86,11 +86,20 @@ class AsyncMPClient(AsyncClientBase):
             *(sys.executable, "-m", "common.engine.core_proc", *arguments),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=(launch.log_descriptor,),
+            env=self._environment(),
             start_new_session=True,  # so that the terminal's Ctrl-C goes to this process only
         )
         assert self._process.stdin is not None
         self._process.stdin.write(frame_launch(launch))  # and stays open: end of file means that the parent is gone
         self._watcher = asyncio.create_task(self._watch(self._process), name="engine-watch")
+
+    def _environment(self) -> dict[str, str] | None:
+        """Engines share the cores, unless that is set. None: this process's own."""
+        parallel = self._config.parallel
+        if parallel.data_parallel_size == 1:
+            return None
+        num_threads = max(1, len(os.sched_getaffinity(0)) // parallel.world_size)
+        return {"OMP_NUM_THREADS": str(num_threads), **os.environ}
 
     def _open_sockets(self, launch: Launch) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = self._resources.enter_context(zmq.Context())

@@ -75,7 +75,7 @@ class Worker:
         # First, as its errors come at once while a model may take minutes to load.
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
-        device_number = self._config.parallel.device_of(self.rank)
+        device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
         loaded = self._loaded = load_model(self._config.model, device_number, self._group_layers, self._ranks)
         self._ranks = loaded.ranks
         block_size = self._config.cache.block_size

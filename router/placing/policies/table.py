@@ -23,7 +23,7 @@ TYPICAL_BUDGET = 2048  # tokens of a step
 
 
 class PodFacts(NamedTuple):
-    """What does not change while a pod is connected."""
+    """What does not change while a pod is connected. Of a pod with several engines there is one for each."""
 
     address: str
     slot: int  # in the prefix index
@@ -34,6 +34,12 @@ class PodFacts(NamedTuple):
     max_model_len: int  # most tokens of prompt and answer
     target_itl_s: float  # of a step beside streams, as far as prompts make it longer
     min_prefill_tokens: int  # prompt tokens of a step in any case
+    data_parallel_rank: int = 0  # of the pod's engines, each of which has a row
+
+    @property
+    def name(self) -> str:
+        """The address; of a further engine with its number."""
+        return f"{self.address}#{self.data_parallel_rank}" if self.data_parallel_rank else self.address
 
 
 class Load(NamedTuple):
@@ -138,7 +144,7 @@ class PodTable:
         self._facts.append(facts)
         self._slots[number] = facts.slot
         self._connectors[number] = connector_number(facts.connector)
-        self._keys[number] = stable_hash(facts.address)
+        self._keys[number] = stable_hash(facts.name)
         self._values[5:, number] = (
             facts.num_blocks,
             facts.max_num_seqs,

@@ -393,7 +393,7 @@ class Pod:
             dtype="float32",
             bytes_per_block=64,
             is_direct=True,
-            connector_address=engine.of_all_ranks(self.address.encode()),
+            connector_addresses=(engine.of_all_ranks(self.address.encode()),),
         )
         stats, cache = StatsBoard(scheduler.stats()), CacheView()
         client: Any = _Client(engine)
@@ -405,7 +405,7 @@ class Pod:
             engine=client,
             requests=EngineRequests(client, stats, cache),
             stats=stats,
-            cache=cache,
+            caches=(cache,),
             admission=Admission(config.max_open),
             metrics=PodMetrics(stats, spec, config),
         )

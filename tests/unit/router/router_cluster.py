@@ -53,7 +53,7 @@ class RouterCluster:
             await pod.until(lambda pod=pod: not pod.live)
         assert not self.router.service._running
         for pod in self.router.cluster.pods:
-            load = pod.load
+            load = pod.engines[0].load
             assert (load.num_requests, load.num_tokens, load.work, load.num_blocks) == (0, 0, 0, 0)
 
 

@@ -239,7 +239,7 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(
                 TransferTarget(
                     request_id=RequestId("r"),
                     epoch=1,
-                    address=decode.spec.connector_address,
+                    address=decode.spec.connector_addresses[0],
                     num_held_tokens=0,
                     block_ids=event.reserved_block_ids,
                 )

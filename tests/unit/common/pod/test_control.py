@@ -65,7 +65,7 @@ async def test_kv_events_begin_with_a_snapshot_and_come_with_no_other_news(pod: 
     plain = PodStub(pod.channel).WatchStats(pods_pb2.WatchStatsRequest(), timeout=DEADLINE_S)
     assert not (await plain.read()).HasField("kv_events"), "nobody asked"
     plain.cancel()
-    await wait_for(lambda: not pod.context.cache._watches)
+    await wait_for(lambda: not pod.context.caches[0]._watches)
 
 
 async def test_drain_says_what_is_left_before_its_deadline(pod: RunningPod) -> None:

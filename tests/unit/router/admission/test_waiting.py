@@ -170,7 +170,7 @@ async def test_full_pods_get_no_more(start_cluster):
     decode = FakeDecodePod()
     cluster = await start_cluster([], [decode])
     await decode.set_stats(full)
-    await until(lambda: cluster.router.cluster.decode_pods[0].load.current().num_requests == 512)
+    await until(lambda: cluster.router.cluster.decode_pods[0].engines[0].load.current().num_requests == 512)
     waiting = await queued(cluster)
     assert decode.submits == []
     await decode.set_stats(pods_pb2.PodStats(num_running=511, num_free_blocks=100, num_blocks=100))
@@ -200,7 +200,7 @@ async def test_what_the_pods_cannot_keep_is_refused_at_once(start_cluster):
     await decode.set_stats(
         pods_pb2.PodStats(num_queued_tokens=2000, num_running=1, num_free_blocks=100, num_blocks=100)
     )
-    await until(lambda: cluster.router.cluster.decode_pods[0].load.current().queued_tokens == 2000)
+    await until(lambda: cluster.router.cluster.decode_pods[0].engines[0].load.current().queued_tokens == 2000)
     later = await ask(ttft=3_000)
     assert later.status_code == 429, later.text
     assert int(later.headers["retry-after"]) > 1

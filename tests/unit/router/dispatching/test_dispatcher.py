@@ -73,7 +73,8 @@ class Bookings:
 
 
 def load_of(pod):
-    return pod.load.num_requests, pod.load.num_tokens, pod.load.work, pod.load.num_blocks
+    load = pod.engines[0].load
+    return load.num_requests, load.num_tokens, load.work, load.num_blocks
 
 
 async def test_a_request_is_booked_on_each_pod_until_that_has_done_its_part(pair, monkeypatch):
@@ -86,7 +87,7 @@ async def test_a_request_is_booked_on_each_pod_until_that_has_done_its_part(pair
     (prefill,), (decode,) = pair.router.cluster.prefill_pods, pair.router.cluster.decode_pods
     assert load_of(prefill) == (1, 1000, prefill_work(1000.0, 0.0), NUM_BLOCKS)
     assert load_of(decode) == (1, 0, 0.0, NUM_BLOCKS)
-    assert (prefill.load.context, decode.load.context > 1000) == (0.0, True)
+    assert (prefill.engines[0].load.context, decode.engines[0].load.context > 1000) == (0.0, True)
     assert sorted(bookings.made) == [(0, False), (0, True)]  # computed there, and handed over
     pair.prefill[0].may_answer.set()
     await until(lambda: load_of(prefill) == (0, 0, 0.0, 0))
@@ -124,7 +125,7 @@ async def test_room_besides_a_pod_is_a_slot_and_blocks_on_another(
     await cluster.decode[1].set_stats(
         pods_pb2.PodStats(num_running=num_running, num_free_blocks=free_blocks, num_blocks=100)
     )
-    await until(lambda: other.load.current().num_requests == num_running)
+    await until(lambda: other.engines[0].load.current().num_requests == num_running)
     assert cluster.router.service.model(None).dispatcher.has_room_besides(pod, num_tokens) == has_room
 
 
@@ -134,7 +135,7 @@ async def test_room_for_prompts_is_that_of_the_pods_that_compute_them(start_clus
     cluster = await start_cluster([prefill], remote_prefill=remote_prefill)
     await prefill.set_stats(pods_pb2.PodStats(num_queued_tokens=1_000_000, num_waiting=9, num_blocks=100))
     (pod,) = cluster.router.cluster.prefill_pods
-    await until(lambda: pod.load.current().num_requests == 9)
+    await until(lambda: pod.engines[0].load.current().num_requests == 9)
     room = cluster.router.service.model(None).dispatcher.room()
     assert room.takes_prompts == takes_prompts
     assert room.free == room.capacity > 0

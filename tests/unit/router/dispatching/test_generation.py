@@ -101,7 +101,7 @@ async def test_the_pod_that_failed_a_request_is_avoided(start_cluster, text):  #
     cluster = await start_cluster([], [failing, busy], decode_policy="least_loaded")
     await busy.set_stats(pods_pb2.PodStats(num_running=50, num_waiting=50, num_queued_tokens=50_000, num_blocks=100))
     pod = cluster.router.cluster.by_address[busy.address]
-    await until(lambda: pod.load.current().num_requests == 100)
+    await until(lambda: pod.engines[0].load.current().num_requests == 100)
     assert (await cluster.complete(**BODY))["choices"][0]["text"] == text()
     assert [len(failing.submits), len(busy.submits)] == [1, 1]
 

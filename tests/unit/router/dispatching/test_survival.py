@@ -267,7 +267,7 @@ async def on_a_draining_pod(start_cluster, survival, *, free_blocks=100):
     await draining.until(lambda: not any(each.runnable for each in draining.live.values()))
     await other.set_stats(pods_pb2.PodStats(num_free_blocks=free_blocks, num_blocks=100))
     pods = cluster.router.cluster.by_address
-    await until(lambda: pods[other.address].load.current().free_blocks == free_blocks)
+    await until(lambda: pods[other.address].engines[0].load.current().free_blocks == free_blocks)
     await draining.set_serving(False)  # as real pods do
     await draining.set_stats(pods_pb2.PodStats(draining=True))
     await until(lambda: pods[draining.address].state is PodState.DRAINING)

@@ -113,6 +113,7 @@ async def test_pods_learn_everything_about_the_request(pair):
         cache_salt=request.cache_salt,
         priority=3,
         target_itl_ms=50,
+        data_parallel_rank=0,
         extra_keys=[common_pb2.ExtraKey(start=20, end=500, digest=b"digest")],
     )
     assert sent.cache_salt
@@ -491,7 +492,7 @@ async def test_a_conversation_goes_on_where_its_kv_is(start_cluster):
     await prefill.set_stats(pods_pb2.PodStats(num_queued_tokens=20_000, num_waiting=9, num_blocks=100))
     (pod,) = cluster.router.cluster.prefill_pods
     async with asyncio.timeout(30):
-        while pod.load.current().num_requests != 9:  # noqa: ASYNC110
+        while pod.engines[0].load.current().num_requests != 9:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await cluster.complete(prompt=LONG_PROMPT, max_tokens=4)
     assert len(prefill.prefills) == 1

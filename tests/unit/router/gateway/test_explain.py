@@ -126,10 +126,11 @@ async def test_a_pod_that_reports_an_invalid_cache_gets_nothing_until_it_is_rest
     liar, honest = FakeDecodePod(), FakeDecodePod()
     cluster = await start_cluster([], [liar, honest])
     pod = cluster.router.cluster.by_address[liar.address]
-    assert not pod.on_kv_events(5, b"", b"", is_snapshot=False), "a snapshot comes first"
-    assert pod.on_kv_events(1, b"a" * 16, b"", is_snapshot=True)
-    assert pod.is_fed
-    pod.on_kv_events(2, b"", b"b" * 16, is_snapshot=False)
+    (engine,) = pod.engines
+    assert not pod.on_kv_events(engine, pods_pb2.KVEvents(sequence=5)), "a snapshot comes first"
+    assert pod.on_kv_events(engine, pods_pb2.KVEvents(sequence=1, stored=b"a" * 16, is_snapshot=True))
+    assert engine.is_fed
+    pod.on_kv_events(engine, pods_pb2.KVEvents(sequence=2, removed=b"b" * 16))
     for _ in range(3):
         await cluster.complete(prompt="Hello", max_tokens=2)
     assert [len(each.submits) for each in cluster.decode] == [0, 3]

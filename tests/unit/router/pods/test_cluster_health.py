@@ -133,7 +133,7 @@ async def test_an_idle_cluster_is_used_evenly_and_a_busy_pod_is_spared(start_clu
     busy, free = cluster.decode
     await busy.set_stats(pods_pb2.PodStats(num_running=50, num_free_blocks=10, num_blocks=100))
     async with asyncio.timeout(30):
-        while cluster.router.cluster.decode_pods[0].load.current().num_requests != 50:  # noqa: ASYNC110
+        while cluster.router.cluster.decode_pods[0].engines[0].load.current().num_requests != 50:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for _ in range(4):
         await cluster.complete(prompt="Hello", max_tokens=2)

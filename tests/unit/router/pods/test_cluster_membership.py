@@ -89,7 +89,7 @@ async def test_a_pod_that_leaves_finishes_what_it_has_and_is_forgotten():
     async with FakeDecodePod() as fake, cluster_of(decode_at(fake)) as cluster:
         await until(cluster, lambda: cluster.can_serve)
         (pod,) = cluster.decode_pods
-        claim = PodClaim(pod.load, Share(tokens=5), None)
+        claim = PodClaim(pod.engines[0].load, Share(tokens=5), None)
         cluster.publish(())
         assert pod.state is PodState.LEAVING
         assert "1 requests" in pod.detail
@@ -119,7 +119,7 @@ async def test_a_pod_that_comes_back_meanwhile_is_kept():
         await until(cluster, lambda: cluster.can_serve)
         (pod,) = cluster.decode_pods
         session = pod.session
-        claim = PodClaim(pod.load, Share(tokens=5), None)
+        claim = PodClaim(pod.engines[0].load, Share(tokens=5), None)
         cluster.publish(())
         cluster.publish((decode_at(fake),))
         assert cluster.ready_decode() == [pod]
@@ -133,7 +133,7 @@ async def test_an_address_that_changes_its_role_is_another_pod():
         cluster.publish((decode_at(other), decode_at(fake)))
         await until(cluster, lambda: len(cluster.ready_decode()) == 2)
         old = cluster.by_address[fake.address]
-        claim = PodClaim(old.load, Share(tokens=5), None)
+        claim = PodClaim(old.engines[0].load, Share(tokens=5), None)
         await fake.stop()
         async with FakePrefillPod(port=int(fake.address.rpartition(":")[2])) as successor:
             assert successor.address == fake.address

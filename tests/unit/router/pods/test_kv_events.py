@@ -26,7 +26,7 @@ async def cached_tokens(cluster) -> dict[str, int]:
 
 
 async def until_held(cluster, pod, count: int) -> None:
-    index, slot = cluster.router.cluster.index, cluster.router.cluster.by_address[pod.address].slot
+    index, slot = cluster.router.cluster.index, cluster.router.cluster.by_address[pod.address].engines[0].slot
     await wait_for(lambda: len(index._holders[slot].held) == count)
 
 
@@ -71,7 +71,7 @@ async def test_a_pod_that_reports_what_cannot_be_is_refused(start_cluster):
         liar.stats = stats(1, [], is_snapshot=True)
         cluster = await start_cluster([], [liar, honest])
         seen = cluster.router.cluster.by_address[liar.address]
-        await wait_for(lambda seen=seen: seen.is_fed)
+        await wait_for(lambda seen=seen: seen.engines[0].is_fed)
         await liar.set_stats(events)
         await cluster.until(lambda seen=seen: seen.state is PodState.REFUSED)
         assert said in seen.detail

@@ -164,7 +164,7 @@ async def test_direct_handoff(create: ClientFactory) -> None:
         async for step in client.outputs():
             outputs += step.outputs
             for output in step.outputs:
-                carry_news(client, spec.connector_address, output)
+                carry_news(client, spec.connector_addresses[0], output)
             if outputs and outputs[-1].finish_reason is FinishReason.LENGTH:
                 break
     consumed = [output for output in outputs if output.request_id == "consumer"]

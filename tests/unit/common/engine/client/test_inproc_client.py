@@ -111,7 +111,7 @@ def test_direct_handoff(of_producer: int, of_consumer: int) -> None:
             TransferTarget(
                 request_id=request_id,
                 epoch=1,
-                address=consumer.spec.connector_address,
+                address=consumer.spec.connector_addresses[0],
                 num_held_tokens=started.num_cached_tokens,
                 block_ids=started.reserved_block_ids,
             )
