@@ -200,8 +200,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def executor_name(self) -> str:
-        """What runs the model: an executor of several ranks where there are some."""
-        return "multiproc" if self.executor == "inproc" and self.num_ranks > 1 else self.executor
+        """What runs the model: an executor of several ranks where there are some, of one engine or of all together."""
+        has_several = self.num_ranks > 1 or self.is_lockstep
+        return "multiproc" if self.executor == "inproc" and has_several else self.executor
 
     @property
     def num_ranks(self) -> int:
@@ -328,6 +329,13 @@ class NodeTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     server_name: str = ""  # that machine 0's certificate must have; empty: master_addr
 
 
+class LockstepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How engines that step together find each other. Set by the client that starts them."""
+
+    rendezvous: str  # a path, at which there is nothing yet, where their ranks meet
+    sockets: dict[int, int] = {}  # to each of the other engines: an inherited descriptor
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one engine needs."""
 
@@ -340,6 +348,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     connector: KVConnectorConfig | None = None
     tls: NodeTlsConfig | None = None
     data_parallel_rank: int = 0  # of the pod's engines; set by the client
+    lockstep: LockstepConfig = LockstepConfig(rendezvous="")  # used if ParallelConfig.is_lockstep
 
     @property
     def grammar_step_s(self) -> float:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +32,7 @@ from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.masks import GrammarMasks
 from common.engine.kv_cache import KVCacheManager, KVGroups, create_kv_cache_manager
 from common.engine.kv_connector import ConnectorFacts
+from common.engine.lockstep import Lockstep
 from common.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -88,12 +91,15 @@ class EngineCore:
         self._clock = clock
         self.phases = PhaseClock(clock)
         executor.share_phases(self.phases)
-        executor.watch(on_failure)
+        self._on_failure = on_failure
+        self._lockstep: Lockstep | None = None
+        executor.watch(self._note_failure)
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_end = -math.inf  # of a step
         self._ahead: _Flight | None = None  # the next step, if it was begun already
         self._has_computed = True  # the last step has computed something
+        self._has_only_attended = False
         self._port: TransferPort | None = None
         self._actor = TransferActor(
             on_notes=on_wakeup,
@@ -102,10 +108,12 @@ class EngineCore:
         )
         self._grammars: GrammarCompiler | None = None
         try:
+            self._lockstep = _open_lockstep(config, on_wakeup, on_failure)
             facts = executor.load_model()
             # Installed processors and proposers may look at the tokens so far.
             looks_back = bool(config.model.logits_processors) or config.speculation.proposer is not None
-            self._may_run_ahead = executor.runs_ahead and not looks_back
+            # Engines that step together decide on one step at a time.
+            self._may_run_ahead = executor.runs_ahead and not looks_back and self._lockstep is None
             self.spec = _resolve_spec(config, facts)
             executor.initialize_kv_cache(self.spec.num_blocks)
             kv = create_kv_cache_manager(
@@ -128,6 +136,12 @@ class EngineCore:
         except BaseException:
             self.close()
             raise
+
+    def _note_failure(self, error: Exception) -> None:
+        """The executor has failed, perhaps while other engines are waited for."""
+        if self._lockstep is not None:
+            self._lockstep.fail(error)
+        self._on_failure(error)
 
     def _open_grammars(
         self,
@@ -202,7 +216,18 @@ class EngineCore:
             or self._ahead is not None
             or self._scheduler.has_work
             or self._scheduler.has_cache_change  # was reset while idle, which routers must learn
+            or self.is_awaited
         )
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if other engines wait for this one to step with them."""
+        return self._lockstep is not None and self._lockstep.is_awaited
+
+    @property
+    def has_only_attended(self) -> bool:
+        """True if the last step computed for other engines, and nothing has changed here."""
+        return self._has_only_attended
 
     @property
     def has_unfinished(self) -> bool:
@@ -226,6 +251,8 @@ class EngineCore:
         self._masks.step_ended(result.outcomes)
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
         cache = self._scheduler.take_cache_change()
+        is_changed = bool(outputs or cache.stored or cache.removed)
+        self._has_only_attended = bool(step.tokens_by_engine) and not self._has_computed and not is_changed
         return EngineCoreOutputs(
             outputs=outputs,
             stats=self.stats(),
@@ -251,6 +278,9 @@ class EngineCore:
         return None if step is None else self._submit(step, self._clock())
 
     def _submit(self, step: SchedulerOutput, began: float) -> _Flight:
+        if self._lockstep is not None and (step.num_scheduled_tokens or self._lockstep.is_awaited):
+            self.phases.enter(Phase.DEVICE)
+            step = replace(step, tokens_by_engine=self._lockstep.join(step.total_num_scheduled_tokens))
         observer = self.phases.observer
         if observer is not None:
             observer.begin_step(step)
@@ -324,7 +354,18 @@ class EngineCore:
         self._actor.stop()
         if self._grammars is not None:
             self._grammars.close()
+        if self._lockstep is not None:
+            self._lockstep.close()
         self._executor.close()
+
+
+def _open_lockstep(
+    config: EngineConfig, on_awaited: Callable[[], None], on_failure: Callable[[Exception], None]
+) -> Lockstep | None:
+    if not config.parallel.is_lockstep:
+        return None
+    sockets = {rank: socket.socket(fileno=descriptor) for rank, descriptor in config.lockstep.sockets.items()}
+    return Lockstep(config.data_parallel_rank, sockets, config.parallel.step_timeout_s, on_awaited, on_failure)
 
 
 def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:

@@ -108,7 +108,9 @@ class EngineLoop:
     def run(self) -> None:
         """Serves until stopped. Any exception is fatal for the engine."""
         while self._take_commands():
-            self._emit(self._core.step())
+            outputs = self._core.step()
+            if not self._core.has_only_attended:
+                self._emit(outputs)
             self._continue_profile()
 
     def close(self) -> None:

@@ -71,3 +71,27 @@ def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         LLM(tiny_model_dir("gpt2"), tensor_parallel_size=2)
     assert raised.value.param == "tensor_parallel_size"
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_experts_cut_whole_give_the_tokens_of_transformers(architecture: str) -> None:
+    directory = tiny_model_dir(architecture)
+    prompts = [prompt_of(length) for length in (1, 5, 33)]
+    with LLM(
+        directory,
+        block_size=4,
+        num_blocks=128,
+        max_num_batched_tokens=16,
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+    ) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        answers = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == reference_generate(directory, prompt, 12)
+
+
+def test_a_model_without_experts_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no mixture of experts") as raised:
+        LLM(tiny_model_dir("llama"), tensor_parallel_size=2, enable_expert_parallel=True)
+    assert raised.value.param == "enable_expert_parallel"

@@ -26,7 +26,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
-from common.errors import EngineDeadError
+from common.errors import ConfigError, EngineDeadError
 from common.types import RequestId
 
 _TRANSFER_TIMEOUT_S = 10.0  # for a step that only waits for the connector
@@ -41,6 +41,9 @@ class InprocClient:
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         """`executor`: runs the model; by default, in this process."""
+        if (num_engines := config.parallel.data_parallel_size) > 1:
+            setting = "data_parallel_size"
+            raise ConfigError(f"{setting}: {num_engines}, but there is one engine in this process", param=setting)
         if executor is None:
             executor = EXECUTORS.find(config.parallel.executor_name)(config)
         self._wakeup = threading.Event()

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -47,9 +49,11 @@ class AsyncMPClient(AsyncClientBase):
         *,
         name: str = "",
         start_timeout_s: float = _START_TIMEOUT_S,
+        sockets: Sequence[socket.socket] = (),
     ) -> None:
-        """`name` of the pod marks process and log lines."""
+        """`name` of the pod marks process and log lines. Takes ownership of `sockets`, which the process inherits."""
         super().__init__(start_timeout_s=start_timeout_s)
+        self._sockets = sockets
         self._config = config
         self._name = name
         self._encoder = msgspec.msgpack.Encoder()
@@ -85,13 +89,18 @@ class AsyncMPClient(AsyncClientBase):
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "common.engine.core_proc", *arguments),
             stdin=asyncio.subprocess.PIPE,
-            pass_fds=(launch.log_descriptor,),
+            pass_fds=(launch.log_descriptor, *(each.fileno() for each in self._sockets)),
             env=self._environment(),
             start_new_session=True,  # so that the terminal's Ctrl-C goes to this process only
         )
+        self._close_inherited()
         assert self._process.stdin is not None
         self._process.stdin.write(frame_launch(launch))  # and stays open: end of file means that the parent is gone
         self._watcher = asyncio.create_task(self._watch(self._process), name="engine-watch")
+
+    def _close_inherited(self) -> None:
+        for each in self._sockets:
+            each.close()
 
     def _environment(self) -> dict[str, str] | None:
         """Engines share the cores, unless that is set. None: this process's own."""
@@ -163,6 +172,7 @@ class AsyncMPClient(AsyncClientBase):
             await self._end_process(self._process)
         if self._watcher is not None:
             await self._watcher
+        self._close_inherited()
         self._resources.close()
 
     async def _end_process(self, process: asyncio.subprocess.Process) -> None:

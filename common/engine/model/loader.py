@@ -23,6 +23,7 @@ from common.engine.devices.base import Device, RowSampler, StepSampler
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
+from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.kv_groups import GroupLayers, all_in_one
@@ -70,27 +71,37 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, device_number: int = 0, group_layers: GroupLayers = all_in_one, ranks: Ranks = _ONE_RANK
+    config: ModelConfig,
+    device_number: int = 0,
+    group_layers: GroupLayers = all_in_one,
+    ranks: Ranks = _ONE_RANK,
+    experts: ExpertRanks | None = None,
 ) -> LoadedModel:
-    """Load the rank's part of `config.model`, a local directory or a hub id. Raises ModelLoadError, or ConfigError for
+    """Load the rank's part of `config.model`, a local directory or a hub id. `experts`: among which experts are cut
+    whole. Raises ModelLoadError, or ConfigError for
     a bad device or a model that cannot be cut."""
     device = DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
     raw_config = _read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
-    if ranks.size > 1:
+    is_cut = ranks.size > 1 or experts is not None
+    if is_cut:
         _check_weights(config, raw_config)
     weight_files = _find_weights(directory)
-    ranks = device.collectives(ranks)
+    own_ranks, ranks = ranks, device.collectives(ranks)
+    if experts is not None:
+        experts.ranks = ranks if experts.ranks is own_ranks else device.collectives(experts.ranks)
     if config.batch_invariant and not ranks.sums_in_order:
         raise ConfigError(
             f"batch_invariant: with 1 or 2 ranks, but there are {ranks.size} that do not share memory",
             param="batch_invariant",
         )
     with _quiet_transformers():
-        found = _load_and_probe(_Source(directory, weight_files, config, device, quantized, ranks), group_layers)
+        found = _load_and_probe(
+            _Source(directory, weight_files, config, device, quantized, ranks, experts), group_layers
+        )
     model, probed = found.model, found.probed
-    if quantized is not None or ranks.size > 1:  # else weights that were given up are of mapped files
+    if quantized is not None or is_cut:  # else weights that were given up are of mapped files
         _return_freed_memory()
     kv_groups = group_layers(probed)
     if ranks.size > 1:
@@ -234,6 +245,17 @@ class _Source(NamedTuple):
     device: Device
     quantized: type[QuantizedLinear] | None
     ranks: Ranks
+    experts: ExpertRanks | None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank has a part of the model."""
+        return self.ranks.size > 1 or self.experts is not None
+
+    @property
+    def all_ranks(self) -> Ranks:
+        """Those that must decide alike."""
+        return self.ranks if self.experts is None else self.experts.ranks
 
 
 class _Probed(NamedTuple):
@@ -282,7 +304,7 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     attends = False
     if not failed:
         try:
-            with together(source.ranks):
+            with together(source.all_ranks):
                 attends = device.can_attend(probed.spec, probed.num_heads, probed.attention_args)
         except EngineDeadError:
             raise
@@ -324,8 +346,8 @@ def _loaded(source: _Source) -> Any:
         if getattr(model_config, "is_encoder_decoder", False):
             raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
         dtype = _resolve_dtype(source.config, model_config, source.device)
-        if source.ranks.size > 1:
-            model = load_rank(directory, source.weight_files, model_config, dtype, source.ranks)
+        if source.is_cut:
+            model = load_rank(directory, source.weight_files, model_config, dtype, source.ranks, source.experts)
         else:
             model = _from_pretrained(directory, model_config, dtype)
     except ConfigError:

@@ -11,6 +11,7 @@ A plan names a style for layers by patterns of their names:
 | embedding_rowwise | a part of the tokens | summed over the ranks |
 | packed_colwise | a part of the gates, and the same part of what they let through, of each expert | its part |
 | moe_tp_experts | experts with such parts | summed over the ranks |
+| grouped_gemm | with `enable_expert_parallel`, some of the experts, whole | summed over the ranks |
 | replicated_with_grad_allreduce, replicate | all of it | whole |
 
 Where there are fewer KV heads than ranks, each rank has one, and some have the same. A model with any other style in
@@ -30,6 +31,7 @@ from common.errors import ConfigError
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate"})
 _KV_PROJECTIONS = frozenset({"k_proj", "v_proj"})
 _EXPERTS = "moe_tp_experts"
+WHOLE_EXPERTS = "grouped_gemm"  # the style of experts that are cut whole
 _CUTS_LAYERS = frozenset({"rowwise", "rowwise_split_input", _EXPERTS})
 
 
@@ -87,9 +89,19 @@ class RankPlan(NamedTuple):
     experts: list[str]  # modules whose outputs are summed
 
 
-def plan_of(model: Any, rank: int, size: int) -> RankPlan:
-    """The plan of a model that may be on the meta device. Raises ConfigError if it cannot be cut."""
+class Place(NamedTuple):
+    """A rank of so many."""
+
+    rank: int
+    size: int
+
+
+def plan_of(model: Any, rank: int, size: int, experts_place: Place | None = None) -> RankPlan:
+    """The plan of a model that may be on the meta device. Raises ConfigError if it cannot be cut. `experts_place`:
+    experts are cut whole, among these ranks."""
     heads = heads_of(model.config, size)
+    if experts_place is not None and size == 1:
+        return RankPlan({}, *_whole_experts(model, _planned_experts(model), experts_place))
     styles = _styles(model)
     experts = [layer for layer, style in styles.items() if style == _EXPERTS]
     _check_complete(model, styles, experts)
@@ -103,7 +115,43 @@ def plan_of(model: Any, rank: int, size: int) -> RankPlan:
         for layer, style in styles.items()
         if layer not in weights and style != _EXPERTS
     }
+    if experts_place is not None:
+        return RankPlan(layers, *_whole_experts(model, experts, experts_place))
     return RankPlan(layers, weights, experts)
+
+
+def _planned_experts(model: Any) -> list[str]:
+    """Modules that the plan names as experts."""
+    patterns = [_pattern(layers) for layers, style in (model.tp_plan or {}).items() if style == _EXPERTS]
+    return [name for name, _ in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
+
+
+def _whole_experts(model: Any, experts: list[str], place: Place) -> tuple[dict[str, Part], list[str]]:
+    """A rank's share of the experts of each mixture: their weights by name, and the mixtures."""
+    name, setting = type(model).__name__, "enable_expert_parallel"
+    if not experts:
+        raise ConfigError(f"{setting}: {name} has no mixture of experts, or no plan of how to cut it", param=setting)
+    weights: dict[str, Part] = {}
+    for layer in experts:
+        module = model.get_submodule(layer)
+        # transformers marks the experts that can leave out those of other ranks.
+        if not hasattr(module, "_is_expert_parallel"):
+            raise ConfigError(f"{setting}: the experts of {name} ({layer}) cannot be cut whole", param=setting)
+        num_experts = int(module.num_experts)
+        if num_experts % place.size:
+            raise ConfigError(
+                f"{setting}: {place.size} ranks cannot share the {num_experts} experts of {layer} evenly", param=setting
+            )
+        start, stop = (number * num_experts // place.size for number in (place.rank, place.rank + 1))
+        for parameter, weight in module.named_parameters():
+            if weight.shape[0] != num_experts:
+                raise ConfigError(f"{setting}: {layer}.{parameter} is not of each expert", param=setting)
+            weights[f"{layer}.{parameter}"] = Part(WHOLE_EXPERTS, 0, start, stop)
+    return weights, experts
+
+
+def _pattern(layers: str) -> re.Pattern[str]:
+    return re.compile(re.escape(layers).replace(r"\*", r"\d+"))
 
 
 def refused(reason: str) -> ConfigError:
@@ -117,7 +165,7 @@ def _styles(model: Any) -> dict[str, str]:
     plan: dict[str, str] = model.tp_plan
     if not _CUTS_LAYERS.intersection(plan.values()):
         raise refused(f"{name} has no plan of how to cut its layers")
-    patterns = [(re.compile(re.escape(layers).replace(r"\*", r"\d+")), style) for layers, style in plan.items()]
+    patterns = [(_pattern(layers), style) for layers, style in plan.items()]
     styles: dict[str, str] = {}
     for layer, planned in (*model.named_modules(), *model.named_parameters()):
         style = next((style for pattern, style in patterns if pattern.fullmatch(layer)), None)

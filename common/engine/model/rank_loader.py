@@ -28,37 +28,57 @@ from transformers.core_model_loading import (
 
 from common.engine.devices.ranks import Ranks
 from common.engine.model.attention_hook import ATTENTION_NAME
+from common.engine.model.expert_parallel import ExpertRanks, WholeExperts
 from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding
-from common.engine.model.parallel_plan import Part, RankPlan, heads_of, plan_of, refused
+from common.engine.model.parallel_plan import WHOLE_EXPERTS, Part, Place, RankPlan, heads_of, plan_of, refused
 from common.errors import ModelLoadError
 
 
 def load_rank(
-    directory: Path, weight_files: Sequence[Path], model_config: Any, dtype: torch.dtype, ranks: Ranks
+    directory: Path,
+    weight_files: Sequence[Path],
+    model_config: Any,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    experts: ExpertRanks | None = None,
 ) -> Any:
-    """The rank's part of the model, on the host. Raises ConfigError if the model cannot be cut, before weights are
-    read, and ModelLoadError if they are not there."""
+    """The rank's part of the model, on the host. `experts`: among which experts are cut whole. Raises ConfigError if
+    the model cannot be cut, before weights are read, and ModelLoadError if they are not there."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    plan = plan_of(model, ranks.rank, ranks.size)
+    place = None if experts is None else Place(experts.ranks.rank, experts.ranks.size)
+    plan = plan_of(model, ranks.rank, ranks.size, place)
     conversions = _conversions(model, dtype)
     _compute_buffers(model)
     with _WeightFiles(weight_files, conversions) as files:
         _fill(model, files, plan)
-    ranks.wait_for_all()
+    (ranks if experts is None else experts.ranks).wait_for_all()
     for layer, part in plan.layers.items():
         _cut(model, layer, part, ranks)
+    if experts is not None:
+        experts.clear()
     for layer in plan.experts:
-        model.set_submodule(layer, CollectedExperts(model.get_submodule(layer), ranks.all_reduce))
+        local = model.get_submodule(layer)
+        model.set_submodule(
+            layer,
+            CollectedExperts(local, ranks.all_reduce) if experts is None else _own_experts(local, layer, plan, experts),
+        )
     heads = heads_of(model_config, ranks.size)
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = heads.of_rank // heads.kv_of_rank
     return model
+
+
+def _own_experts(local: Any, layer: str, plan: RankPlan, experts: ExpertRanks) -> WholeExperts:
+    part = next(part for name, part in plan.weights.items() if name.startswith(f"{layer}."))
+    local.num_experts = part.stop - part.start
+    local._is_expert_parallel = True  # noqa: SLF001  see WholeExperts
+    return WholeExperts(local, part.start, experts)
 
 
 def _conversions(model: Any, dtype: torch.dtype) -> list[WeightRenaming | WeightConverter]:
@@ -144,10 +164,12 @@ class _WeightFiles:
         by_pattern = [names.get(pattern, []) for pattern in patterns]
         if any(len(found) != num_experts for found in by_pattern):
             raise ModelLoadError(f"{name} is of {num_experts} experts, but the weights have others", param="model")
+        shape = [rows // len(patterns), *others]
+        experts = list(zip(*by_pattern, strict=True))
+        if part is not None and part.style == WHOLE_EXPERTS:
+            experts, part = experts[part.start : part.stop], None
         if part is not None:
             part = part._replace(dim=part.dim - 1, runs=part.runs // len(patterns))
-        shape = [rows // len(patterns), *others]
-        experts = zip(*by_pattern, strict=True)
         return torch.stack([torch.cat([self._read(each, shape, like.dtype, part) for each in one]) for one in experts])
 
     def _read(self, name: str, shape: list[int], dtype: torch.dtype, part: Part | None) -> torch.Tensor:

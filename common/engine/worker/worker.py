@@ -19,6 +19,7 @@ from common.engine.devices.base import Device, StepFences
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.kv_connector import NO_FENCES, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
+from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.loader import LoadedModel, load_model
@@ -57,8 +58,11 @@ class Worker:
         ranks: Ranks = _ONE_RANK,
         *,
         group_layers: GroupLayers = all_in_one,
+        experts: ExpertRanks | None = None,
     ) -> None:
+        """`experts`: among which experts are cut whole; None: each is cut as any layer."""
         self.rank = rank
+        self._experts = experts
         self._ranks = ranks
         self._group_layers = group_layers
         self.phases = PhaseClock()  # of the thread that calls it; the driver's, if that is the same
@@ -76,7 +80,9 @@ class Worker:
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
         device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
-        loaded = self._loaded = load_model(self._config.model, device_number, self._group_layers, self._ranks)
+        loaded = self._loaded = load_model(
+            self._config.model, device_number, self._group_layers, self._ranks, self._experts
+        )
         self._ranks = loaded.ranks
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
@@ -128,7 +134,7 @@ class Worker:
             ),
             proposer=self._proposer(),
         )
-        if not self._config.model.enforce_eager and self._ranks.can_record:
+        if not self._config.model.enforce_eager and self._ranks.can_record and self._experts is None:
             self._runner.record_decodes()
 
     def measure_steps(self) -> list[tuple[int, float]]:
@@ -173,7 +179,11 @@ class Worker:
         """See Executor.submit."""
         assert self._runner is not None
         self._runner.update_requests(step)
+        if self._experts is not None:
+            self._experts.begin_step(step.tokens_by_engine)
         if not step.num_scheduled_tokens:
+            if step.tokens_by_engine:
+                self._attend()
             return FinishedStep(ModelRunnerOutput())
         running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, self.phases)
         return running if self._fences is None else _FencedStep(running, self._fences.record())
@@ -182,6 +192,12 @@ class Worker:
         """See Executor.check."""
         assert self._runner is not None
         return known.violations(self._runner.block_tables)
+
+    @torch.inference_mode()
+    def _attend(self) -> None:
+        """Takes part in a step of other engines."""
+        assert self._experts is not None
+        self._experts.attend()
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step."""
@@ -196,6 +212,8 @@ class Worker:
         self._kv_cache = None
         self._loaded = None
         self._ranks.close()
+        if self._experts is not None:
+            self._experts.ranks.close()
 
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer

@@ -178,8 +178,10 @@ class MultiprocExecutor:
         return staged
 
     def measure_steps(self) -> list[tuple[int, float]]:
-        """See Executor. Measured here, as ranks that went by clocks of their own would run different steps."""
-        measured = measure_steps(self._run_prompt, min(self._config.scheduler.max_num_batched_tokens, self._max_tokens))
+        """See Executor. Measured here, as ranks that went by clocks of their own would run different steps; so would
+        engines that step together, which learn instead."""
+        most = min(self._config.scheduler.max_num_batched_tokens, self._max_tokens)
+        measured = [] if self._config.parallel.is_lockstep else measure_steps(self._run_prompt, most)
         self._broadcast(EndStart())
         for rank in self._ranks:
             rank.calls.limit_sends(self._timeout_s)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from common.engine.config import EngineConfig
-from common.engine.devices.ranks import OneRank
+from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.executor.multiproc.rendezvous import open_rendezvous
+from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.ranks import GlooRanks
 from common.engine.worker.worker import Worker
 
@@ -13,8 +14,24 @@ GRACE_S = 5.0  # the driver's time for a step is over before that of a collectiv
 
 def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
     """See RankWorkerFactory."""
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
-        return Worker(config, rank, OneRank())
-    (store, address), timeout_s = open_rendezvous(rendezvous, size), config.parallel.step_timeout_s + GRACE_S
-    return Worker(config, rank, GlooRanks(store, rank, size, address=address, timeout_s=timeout_s))
+    parallel = config.parallel
+    size, timeout_s = parallel.num_ranks, parallel.step_timeout_s + GRACE_S
+    ranks: Ranks = OneRank()
+    if size > 1:
+        store, address = open_rendezvous(rendezvous, size)
+        ranks = GlooRanks(store, rank, size, address=address, timeout_s=timeout_s)
+    return Worker(config, rank, ranks, experts=_join_experts(config, rank, ranks))
+
+
+def _join_experts(config: EngineConfig, rank: int, ranks: Ranks) -> ExpertRanks | None:
+    """The ranks among which experts are cut whole, if they are."""
+    parallel = config.parallel
+    if not parallel.enable_expert_parallel:
+        return None
+    if parallel.data_parallel_size == 1:
+        return ExpertRanks(ranks)
+    number, size = config.data_parallel_rank * parallel.num_ranks + rank, parallel.world_size
+    store, address = open_rendezvous(config.lockstep.rendezvous, size)
+    timeout_s, join_timeout_s = parallel.step_timeout_s + GRACE_S, parallel.join_timeout_s
+    all_ranks = GlooRanks(store, number, size, address=address, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
+    return ExpertRanks(all_ranks, config.data_parallel_rank, parallel.data_parallel_size)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig
+from common.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from common.engine.executor.fake import DirectMemoryConnector, FakeExecutor, MemoryConnector, expected_tokens
 from common.engine.kv_connector import BlockTransfer
 from common.engine.messages import (
@@ -20,7 +20,7 @@ from common.engine.messages import (
     TransferTarget,
     TransferUpdate,
 )
-from common.errors import EngineDeadError
+from common.errors import ConfigError, EngineDeadError
 from common.types import FinishReason, RequestId, SamplingParams, TransferId
 from tests.unit.common.engine.fake_engines import FailingExecutor
 
@@ -159,3 +159,9 @@ def test_closed() -> None:
         assert client.spec.num_blocks == 64
     with pytest.raises(EngineDeadError, match="closed"):
         client.add_request(request("a"))
+
+
+def test_several_engines_are_refused() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size: 2") as raised:
+        InprocClient(EngineConfig(parallel=ParallelConfig(executor="fake", data_parallel_size=2)))
+    assert raised.value.param == "data_parallel_size"
