@@ -130,7 +130,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             min_length=1,
             description="What runs the model: inproc, in the engine's process, which is multiproc if there are several "
-            "ranks; multiproc, in a process for each rank; or module:factory of an Executor.",
+            "ranks; multiproc, in a process for each rank; ray, the same on machines that Ray finds; or "
+            "module:factory of an Executor.",
         ),
     ] = "inproc"
     tensor_parallel_size: Annotated[int, Meta(ge=1, description="Ranks that share the model's heads.")] = 1

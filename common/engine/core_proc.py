@@ -154,7 +154,9 @@ class EngineCoreProc:
 
     def _without_compiler(self) -> contextlib.AbstractContextManager[None]:
         executor = self._launch.config.parallel.executor_name
-        if executor == "multiproc" or executor.startswith("fake"):  # which need neither torch nor transformers here
+        if executor in ("multiproc", "ray") or executor.startswith(
+            "fake"
+        ):  # which need neither torch nor transformers here
             return contextlib.nullcontext()
         from common.engine.model.without_compiler import without_compiler
 

@@ -41,9 +41,9 @@ def used_variables() -> dict[str, bool]:
     return {match[1]: match[2] is not None for match in _VARIABLE.finditer(_text())}
 
 
-def document() -> dict[str, Any]:
+def document(name: str = "compose.yaml") -> dict[str, Any]:
     """The file with the variables of .env."""
-    loaded = yaml.safe_load(_filled(_text(), variables()))
+    loaded = yaml.safe_load(_filled(_text(name), variables()))
     assert isinstance(loaded, dict)
     return loaded
 
@@ -56,8 +56,8 @@ def services(profile: str | None = None) -> dict[str, Service]:
     return {name: each for name, each in found.items() if not each.profiles or profile in each.profiles}
 
 
-def _text() -> str:
-    return (DIRECTORY / "compose.yaml").read_text(encoding="utf-8")
+def _text(name: str = "compose.yaml") -> str:
+    return (DIRECTORY / name).read_text(encoding="utf-8")
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

@@ -125,3 +125,25 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
         [str(linter), "deploy/docker/Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_pod_of_two_nodes() -> None:
+    """compose.nodes.yaml, on top of the file."""
+    added = document("compose.nodes.yaml")["services"]
+    running = {name: services("shared-storage").get(name) for name in added}
+    assert [name for name, each in running.items() if each is None] == ["decode-node"]
+    settings = {}
+    for name, entry in added.items():
+        known = running[name] or services()["decode"]
+        settings[name] = settings_of(known._replace(command=[str(word) for word in entry["command"]]))
+        assert settings[name].tls.cluster_ca == "/certs/ca.pem"
+        assert "./certs:/certs:ro" in entry["volumes"]
+        if name != "decode-node":
+            assert entry["command"][:4] == known.command[:4]
+    decode, node = settings["decode"], settings["decode-node"]
+    parallel = msgspec.structs.replace(decode.parallel, node_rank=1)
+    assert msgspec.structs.replace(node, parallel=parallel) == node
+    assert (parallel.nnodes, parallel.tensor_parallel_size, parallel.master_addr) == (2, 2, "decode")
+    base = document()["services"]["decode"]
+    for name in ("image", "read_only", "tmpfs", "cap_drop", "security_opt", "restart", "profiles"):
+        assert added["decode-node"][name] == base[name]

@@ -15,6 +15,7 @@ EXECUTORS: Registry[ExecutorFactory] = Registry(
     {
         "inproc": "common.engine.executor.inproc:InprocExecutor",
         "multiproc": "common.engine.executor.multiproc.executor:MultiprocExecutor",
+        "ray": "common.engine.executor.multiproc.ray_placement:create_ray_executor",
         "fake": "common.engine.executor.fake:create_fake_executor",
         "fake-groups": "common.engine.executor.fake:create_fake_groups_executor",
         "fake-ranks": "common.engine.executor.fake:create_fake_ranks_executor",

@@ -24,6 +24,11 @@ class Channel:
         """Descriptor of the socket, readable when there are messages."""
         return self._socket.fileno()
 
+    @property
+    def own_host(self) -> str:
+        """Address of this end on the network."""
+        return str(self._socket.getsockname()[0])
+
     def limit_sends(self, seconds: float) -> None:
         """From now on, `send` raises TimeoutError when the other end takes nothing for as long."""
         self._limit(socket.SO_SNDTIMEO, seconds)

@@ -101,9 +101,11 @@ class MultiprocExecutor:
     runs_ahead = True  # ranks know the tokens of a step when they come to the next
     num_failed_recordings = 0  # nothing is recorded over several ranks
 
-    def __init__(self, config: EngineConfig, factory: str = WORKER) -> None:
-        """`factory`: "module:name" of a RankWorkerFactory."""
+    def __init__(self, config: EngineConfig, factory: str = WORKER, placement: Placement | None = None) -> None:
+        """`factory`: "module:name" of a RankWorkerFactory. `placement` has all ranks; else the first machine's are
+        processes of this one, and others join."""
         self._config = config
+        self._placement = placement
         self._factory = factory
         self._num_ranks = config.parallel.num_ranks
         self._timeout_s = config.parallel.step_timeout_s
@@ -248,12 +250,8 @@ class MultiprocExecutor:
     def _start_processes(self) -> str:
         """Returns the rendezvous of ranks of one machine."""
         parallel = self._config.parallel
-        num_here = parallel.ranks_per_node if parallel.nnodes > 1 else self._num_ranks
-        nodes: Nodes | None = None
-        if parallel.nnodes > 1:
-            nodes = Nodes(self._staging.config, range(1, parallel.nnodes), self._fail)
-            self._cleanup.callback(nodes.close)
-            nodes.wait()
+        num_here = parallel.ranks_per_node if self._placement is None else 0
+        nodes = self._open_nodes()
         directory = tempfile.mkdtemp(prefix="baton-ranks-")
         self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         digests = create_digests(self._num_ranks)
@@ -287,6 +285,23 @@ class MultiprocExecutor:
         for number, rank in enumerate(others, num_here):
             self._add_rank(rank.process, rank.calls, rank.news, RankDigests(digests, number, self._num_ranks))
         return f"{directory}/rendezvous"
+
+    def _open_nodes(self) -> Nodes | None:
+        """The other machines, when all are there."""
+        parallel, placement = self._config.parallel, self._placement
+        if parallel.nnodes == 1 and placement is None:
+            return None
+        if placement is not None:
+            self._cleanup.callback(placement.close)
+            parallel = msgspec.structs.replace(parallel, master_addr=placement.host(), master_port=0)
+        config = msgspec.structs.replace(self._staging.config, parallel=parallel)
+        nodes = Nodes(config, range(0 if placement is not None else 1, parallel.nnodes), self._fail)
+        self._cleanup.callback(nodes.close)
+        if placement is not None:
+            parallel = msgspec.structs.replace(parallel, master_port=nodes.address[1])
+            placement.place(msgspec.structs.replace(config, parallel=parallel))
+        nodes.wait()
+        return nodes
 
     def _add_rank(self, process: RankProcess, calls: Channel, news: Channel, digests: RankDigests | None) -> None:
         news.limit_sends(self._timeout_s)
@@ -366,6 +381,19 @@ class _Pair(NamedTuple):
 def _socketpair() -> _Pair:
     own, others = socket.socketpair()
     return _Pair(Channel(own), others)
+
+
+class Placement(Protocol):
+    """Finds machines for ranks, and runs `run_node` on them."""
+
+    def host(self) -> str:
+        """Address of this machine, at which it listens for them."""
+
+    def place(self, config: EngineConfig) -> None:
+        """Starts machines from number 0 with these settings, and their number."""
+
+    def close(self) -> None:
+        """Ends them. Idempotent; safe after a partial start."""
 
 
 class RankProcess(Protocol):

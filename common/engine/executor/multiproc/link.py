@@ -25,6 +25,7 @@ class Link(Generic[_Message]):
         """`kind`: the type of the messages that come. `peer` names the other end in errors."""
         self.peer = peer
         self._channel = channel
+        self.own_host = channel.own_host
         self._decode: Decoder[_Message] = Decoder(kind)
         self._timeout_s = timeout_s
         channel.limit_sends(timeout_s)

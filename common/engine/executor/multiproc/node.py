@@ -68,10 +68,14 @@ def _join(config: EngineConfig) -> Link[ToNode]:
     parallel = config.parallel
     where, due = f"{parallel.master_addr}:{parallel.master_port}", time.monotonic() + parallel.join_timeout_s
     logger.info("node %d of %d joins at %s", parallel.node_rank, parallel.nnodes, where)
+    said = ""
     while True:
         try:
             channel = connect(config)
         except OSError as error:
+            if str(error) != said:
+                said = str(error)
+                logger.info("node 0 at %s: %s", where, said)
             if time.monotonic() >= due:
                 reason = f"node 0 at {where} did not answer within {parallel.join_timeout_s:g} s (join_timeout_s)"
                 raise EngineDeadError(f"{reason}: {error}") from error
@@ -107,7 +111,8 @@ def _start(
         master_port=own.master_port,
     )
     of_rank = msgspec.structs.replace(launch.config, parallel=parallel, tls=config.tls)
-    launch = msgspec.structs.replace(launch, config=of_rank, digests=digests)
+    store_host = link.own_host if launch.store_host else ""
+    launch = msgspec.structs.replace(launch, config=of_rank, digests=digests, store_host=store_host)
     own_end, others = socket.socketpair()
     with own_end, others:
         process = start_rank(launch.rank, num_ranks, others, (digests,))

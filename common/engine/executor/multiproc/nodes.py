@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _GREETING_TIMEOUT_S = 5.0  # of each message until a connection is known
 _MAX_GREETING_BYTES = 1024
 _MAX_GREETINGS = 64  # at once
+_MAX_REFUSED = 100  # that are logged
 _RANKS_TIMEOUT_S = 60.0  # for processes to start and connect
 
 
@@ -65,6 +66,7 @@ class Nodes:
         self._ended: dict[int, str] = {}  # ranks, and how
         self._failure: Exception | None = None
         self._has_started = False
+        self._refused: set[tuple[str, str]] = set()  # that were logged
         self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
         self._listener = _listen(self._parallel.master_addr, self._parallel.master_port)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -158,7 +160,7 @@ class Nodes:
             else:
                 link = self._take_node(greeting, channel, host)
         except (OSError, EOFError, ssl.SSLError, msgspec.MsgspecError, ConfigError) as error:
-            logger.warning("a connection from %s was refused: %s", host, error)
+            self._log_refused(host, str(error))
             connection.close()
             return
         finally:
@@ -166,6 +168,15 @@ class Nodes:
         if link is not None:
             self._listen_to(greeting.node_rank, link)  # type: ignore[union-attr]
             connection.close()
+
+    def _log_refused(self, host: str, reason: str) -> None:
+        """Once for each reason, as machines try again."""
+        with self._changed:
+            is_new = (host, reason) not in self._refused and len(self._refused) < _MAX_REFUSED
+            if is_new:
+                self._refused.add((host, reason))
+        if is_new:
+            logger.warning("a connection from %s was refused: %s", host, reason)
 
     def _take_rank(self, greeting: JoinRank, channel: Channel) -> None:
         if not hmac.compare_digest(greeting.token, self._token):

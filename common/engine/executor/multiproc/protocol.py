@@ -43,7 +43,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     factory: str  # "module:name" of a RankWorkerFactory
     log_level: int
     directory: str = ""  # of the ranks' files, which are removed with it when the driver is gone
-    store_host: str = ""  # of the first rank, if there are several machines: its own address
+    store_host: str = ""  # of the first rank, if there are several machines: its machine's address
     digests: int = -1  # see RankDigests
     ring: tuple[int, int, int] | None = None  # RingDescriptors; None: what is for all ranks comes over calls
     news: int = -1

@@ -43,7 +43,7 @@ class RingWriter:
         self._elsewhere = elsewhere
         self._timeout_s = timeout_s
         self._next = 0
-        memory = os.memfd_create("baton-ranks")
+        memory = self._memory = os.memfd_create("baton-ranks")
         os.ftruncate(memory, NUM_SLOTS * SLOT_BYTES)
         self._slots = mmap.mmap(memory, NUM_SLOTS * SLOT_BYTES)
         semaphore = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
@@ -78,12 +78,13 @@ class RingWriter:
 
     def close(self) -> None:
         """Releases the memory. Idempotent. Readers do not notice."""
+        if self._slots.closed:
+            return
         self._slots.close()
+        os.close(self._memory)
         for descriptors in self._descriptors:
             os.close(descriptors.filled)
             os.close(descriptors.free)
-        for memory in {each.memory for each in self._descriptors}:
-            os.close(memory)
         self._descriptors = []
 
     def _take_slot(self, free: int) -> None:

@@ -80,9 +80,10 @@ class TlsStream:
         """See socket.socket."""
         self._socket.setsockopt(level, option, value)
 
-    def getsockname(self) -> str:
-        """Address of this end, without its port."""
-        return str(self._socket.getsockname()[0])
+    def getsockname(self) -> tuple[str, int]:
+        """See socket.socket."""
+        host, port, *_ = self._socket.getsockname()
+        return host, port
 
     def shutdown(self, how: int) -> None:
         """See socket.socket."""

@@ -100,7 +100,9 @@ def stop(machine: NodeProcess) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (kill, r"node 1 \(127.0.0.1\) is gone: it has closed its connection"),
+        pytest.param(
+            kill, r"node 1 \(127.0.0.1\) is gone: it has closed its connection", marks=pytest.mark.slow
+        ),  # as in tests/e2e
         (kill_rank, "rank 1 of 2 was ended by SIGKILL"),
         (stop, r"node 1 \(127.0.0.1\) is gone: it has been silent for 1 s \(node_timeout_s\)"),
     ],
