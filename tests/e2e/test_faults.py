@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from common.demo_model import DEMO_MODEL_NAME
-from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster, running_cluster
+from tests.e2e.cluster import SETTLE_DEADLINE_S, Cluster, running_cluster, wait_gone
 from tests.e2e.metrics import pod_metrics
 from tests.e2e.reference import PROMPTS, greedy_completion
 
@@ -102,20 +102,36 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
         cluster.check_integrity()
 
 
-@pytest.mark.parametrize(("role", "num_prefill"), [("decode", 0), ("prefill", 1)])
-async def test_a_killed_rank_costs_nobody_an_answer(tmp_path: Path, role: str, num_prefill: int) -> None:
+@pytest.mark.parametrize(
+    ("role", "victim", "number", "said"),
+    [
+        ("decode", "rank 1", signal.SIGKILL, "rank 1 of 2 was ended by SIGKILL"),
+        ("prefill", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by SIGKILL"),
+        ("decode", "driver", signal.SIGKILL, "the engine process"),
+        ("decode", "rank 1", signal.SIGSTOP, "rank 1 of 2 is stopped"),
+        pytest.param("decode", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by", marks=pytest.mark.slow),
+        pytest.param("prefill", "rank 1", signal.SIGKILL, "rank 1 of 2 was ended by", marks=pytest.mark.slow),
+        pytest.param("prefill", "driver", signal.SIGKILL, "the engine process", marks=pytest.mark.slow),
+        pytest.param("prefill", "rank 0", signal.SIGSTOP, "rank 0 of 2 is stopped", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_lost_rank_costs_nobody_an_answer(
+    tmp_path: Path, role: str, victim: str, number: signal.Signals, said: str
+) -> None:
     config = tmp_path / "baton.yaml"
     policies = "{decode_policy: round_robin, remote_prefill: prefer}"
-    config.write_text(f"router: {policies}\n{role}: {{tensor_parallel_size: 2}}\n")
+    config.write_text(f"router: {policies}\n{role}: {{tensor_parallel_size: 2, step_timeout_s: 5}}\n")
+    num_prefill = int(role == "prefill")
     prompts, expected = prompts_and_answers()
     with running_cluster("--prefill", str(num_prefill), "--decode", "2", "--config", str(config)) as cluster:
         streams = Streams(cluster, prompts[:8])
         await streams.until_started(4)
-        (engine,) = psutil.Process(cluster.pid_of(f"{role}-0")).children()
-        (rank,) = [each for each in engine.children() if each.cmdline()[-1] == "rank 1"]
-        rank.kill()
+        (driver,) = psutil.Process(cluster.pid_of(f"{role}-0")).children()
+        ranks = {each.cmdline()[-1]: each for each in driver.children()}
+        (driver if victim == "driver" else ranks[victim]).send_signal(number)
         assert await streams.answers() == expected[:8]
-        await asyncio.to_thread(cluster.wait_line, lambda line: "rank 1 of 2 was ended by SIGKILL" in line, 5)
+        await asyncio.to_thread(cluster.wait_line, lambda line: said in line, SETTLE_DEADLINE_S)
+        await asyncio.to_thread(wait_gone, [driver, *ranks.values()])
         await asyncio.to_thread(cluster.wait_line, lambda line: "ready again" in line, 120)
         assert await Streams(cluster, prompts[:4]).answers() == expected[:4]
         cluster.check_integrity()

@@ -11,6 +11,7 @@ the driver is gone, and ends the process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ import select
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -76,6 +78,8 @@ from common.engine.launch import EXIT_FAILED, EXIT_ORPHANED, EngineFailed
 from common.errors import ConfigError
 from common.imports import kept_imports
 from common.types import RequestId
+
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 logger = logging.getLogger("common.engine.executor.multiproc.worker_process")
 
@@ -323,8 +327,16 @@ def _channels(launch: RankLaunch, parent: Channel) -> tuple[Channel, Channel]:
     return calls, news
 
 
+def _go_on_when_orphaned() -> None:
+    """Has the kernel continue this process when its parent has ended, where it can: one that is stopped does not notice
+    that its sockets are closed, and would keep its memory."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def main() -> None:
     """Entry point of the process. Ends it."""
+    _go_on_when_orphaned()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when to stop
     parent = Channel(socket.socket(fileno=os.dup(0)))
