@@ -22,12 +22,12 @@ from common.errors import BlockCorruptError
 from common.types import HASH_BYTES, BlockHash, group_key, group_of
 from kv_store.base import Buffer
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 2
 FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
 
 _MAGIC = b"BATONKV\n"
-# Little-endian: magic, version, dtype code, KV heads, layers, K and V, block size, head dim, tokens, payload bytes,
+# Little-endian: magic, version, dtype code, layers, K and V, KV heads, block size, head dim, tokens, payload bytes,
 # fingerprint, block hash, digest, digest of the layout, KV group, zeros. 128 bytes keep the payload aligned.
 _HEADER = struct.Struct(f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s{LAYOUT_DIGEST_BYTES}sB3s")
 HEADER_BYTES = _HEADER.size
@@ -41,7 +41,7 @@ SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Shape of one block: [num_kv_heads, num_layers, 2, block_size, head_dim] elements of `dtype`."""
+    """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_dim] elements of `dtype`."""
 
     dtype: str  # one of SUPPORTED_DTYPES
     num_layers: int
@@ -52,7 +52,7 @@ class BlockLayout:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Elements along each axis of the slab."""
-        return (self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def payload_bytes(self) -> int:

@@ -185,7 +185,7 @@ class _Rank:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See RankWorker. Every page is in place."""
         num_heads = len(self._layout.heads_by_rank[self._rank])
-        shape = (num_blocks, num_heads, NUM_LAYERS, 2, BLOCK_SIZE, HEAD_DIM)
+        shape = (num_blocks, NUM_LAYERS, 2, num_heads, BLOCK_SIZE, HEAD_DIM)
         self._kv_cache = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16).view(torch.bfloat16)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector:

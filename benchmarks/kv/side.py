@@ -60,8 +60,8 @@ class Side:
         self._peer_address = b""
         self._bare: dict[Mode, BareMedium] = {}
         self._connector = create_connector(setup.connector, setup.options)
-        # num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim
-        shape = (setup.num_blocks, 4, 4, 2, BLOCK_SIZE, setup.block_bytes // (4 * 2 * 4 * BLOCK_SIZE * 4))
+        # num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim
+        shape = (setup.num_blocks, 4, 2, 4, BLOCK_SIZE, setup.block_bytes // (4 * 2 * 4 * BLOCK_SIZE * 4))
         kv_cache = torch.from_numpy(self._slabs).view(torch.float32).view(shape)
         layout = KVLayout(BLOCK_SIZE, (KVGroupSpec(tuple(range(4)), 4, shape[-1], shape[-1], "float32"),))
         facts = self._connector.register_kv_cache(

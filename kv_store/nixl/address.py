@@ -20,7 +20,7 @@ from common.engine.contract.parts import decode_addresses
 from common.errors import IncompatiblePeerError, TransferError
 from kv_store.nixl.heads import Cut, SlabShape
 
-ADDRESS_VERSION = 4
+ADDRESS_VERSION = 3
 _DIGEST_BYTES = 16
 
 MemoryType = Literal["DRAM", "VRAM"]
@@ -120,8 +120,9 @@ def routes_to(encoded: bytes, own: Shard) -> list[Route]:
 
 
 def _route(part: MappedPart, address: NixlAddress, own: SlabShape, peer: SlabShape) -> Route:
-    source, target = own.cut(part.producer_head, part.num_heads), peer.cut(part.consumer_head, part.num_heads)
-    return Route(part, address, source, target)
+    is_whole = part.num_heads == own.num_heads == peer.num_heads
+    source = own.cut(part.producer_head, part.num_heads, is_whole=is_whole)
+    return Route(part, address, source, peer.cut(part.consumer_head, part.num_heads, is_whole=is_whole))
 
 
 def _check_fits(address: NixlAddress, fingerprint: bytes, layout: KVLayout, slab: SlabShape) -> None:

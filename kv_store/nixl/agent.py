@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NewType
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import ConfigError, StoreError
 from kv_store.nixl.address import Region
@@ -86,12 +87,10 @@ class Agent:
             self._agent.invalidateRemoteMD(name)
 
     def prepare_blocks(self, region: Region, cut: Cut, peer: str | None = None) -> BlockList:
-        """Prepares a part of all blocks of this agent's region or of a peer's, one descriptor for each block. Raises
-        StoreError, also if the peer has not registered them."""
-        strided = np.array(
-            [[region.base + cut.first_byte, cut.num_bytes, region.device_id, region.block_bytes, region.num_blocks]],
-            dtype=np.uint64,
-        )
+        """Prepares a part of all blocks of this agent's region or of a peer's, one descriptor for each of its runs.
+        Raises StoreError, also if the peer has not registered them."""
+        base, num_runs = region.base + cut.first_byte, region.num_blocks * cut.num_runs
+        strided = np.array([[base, cut.run_bytes, region.device_id, cut.stride_bytes, num_runs]], dtype=np.uint64)
         with self._mapped("prepare"):
             owner = self._nixl.NIXL_INIT_AGENT if peer is None else peer
             return BlockList(self._agent.prepXferDlist(owner, self._memories[region.memory], strided))
@@ -101,17 +100,19 @@ class Agent:
         with suppress(*self._errors):
             self._agent.releasedDlistH(blocks)
 
-    def write(self, own: BlockList, own_ids: Sequence[int], to: BlockList, to_ids: Sequence[int]) -> Handle:
-        """Starts to write blocks; runs of adjacent ones become one descriptor. Raises StoreError, after which nothing
-        is in flight."""
+    def write(
+        self, own: BlockList, own_ids: Sequence[int], to: BlockList, to_ids: Sequence[int], num_runs: int
+    ) -> Handle:
+        """Starts to write blocks of `num_runs` descriptors each; runs of adjacent ones become one descriptor. Raises
+        StoreError, after which nothing is in flight."""
         with self._mapped("prepare"):
             handle = Handle(
                 self._agent.makeXferReq(
                     self._nixl.NIXL_WRITE,
                     own,
-                    np.array(own_ids, dtype=np.int32),
+                    _descriptors(own_ids, num_runs),
                     to,
-                    np.array(to_ids, dtype=np.int32),
+                    _descriptors(to_ids, num_runs),
                 )
             )
         try:
@@ -151,3 +152,10 @@ class Agent:
             yield
         except self._errors as error:
             raise StoreError(f"nixl could not {step}: {error}") from error
+
+
+def _descriptors(block_ids: Sequence[int], num_runs: int) -> npt.NDArray[np.int32]:
+    """The indices of the blocks' descriptors in a BlockList."""
+    runs: npt.NDArray[np.int32] = np.arange(num_runs, dtype=np.int32)
+    descriptors: npt.NDArray[np.int32] = np.add.outer(np.array(block_ids, dtype=np.int32) * num_runs, runs)
+    return descriptors.reshape(-1)

@@ -133,7 +133,7 @@ class NixlWorkerConnector:
             is_direct=True,
             address=encode_address(address.encode()),
             max_write_s=self._options.timeout_s,
-            part_blocks=max(1, _PART_BYTES // (layout.num_kv_heads * shard.slab.head_bytes)),
+            part_blocks=max(1, _PART_BYTES * block.num_kv_heads // (layout.num_kv_heads * block.payload_bytes)),
         )
 
     def split(self) -> SplitConnector:

@@ -33,9 +33,16 @@ if TYPE_CHECKING:
 _STAGING_BYTES = 8 << 20
 
 
-def block_digest(slab: Buffer, block_hash: BlockHash, num_tokens: int) -> bytes:
-    """Returns the digest, 16 bytes, of a slab, or a part of it, as the contents of this block."""
-    return xxhash.xxh3_128_digest(block_hash + num_tokens.to_bytes(4, "little") + xxhash.xxh3_128_digest(slab))
+def block_digest(runs: Sequence[Buffer], block_hash: BlockHash, num_tokens: int) -> bytes:
+    """Returns the digest, 16 bytes, of a slab, or a part of it in several runs, as the contents of this block."""
+    if len(runs) == 1:
+        digest = xxhash.xxh3_128_digest(runs[0])
+    else:
+        hasher = xxhash.xxh3_128()
+        for run in runs:
+            hasher.update(run)
+        digest = hasher.digest()
+    return xxhash.xxh3_128_digest(block_hash + num_tokens.to_bytes(4, "little") + digest)
 
 
 class SlabReader(Protocol):
@@ -91,7 +98,7 @@ def digests_of(
     for index, block in enumerate(reader.slabs(transfer.block_ids)):
         block_hash, num_tokens = transfer.block_hashes[index], transfer.num_tokens_in(index, block_size)
         digests = [
-            place + block_digest(slab.heads(block, first, num_heads), block_hash, num_tokens)
+            place + block_digest(slab.runs(block, first, num_heads), block_hash, num_tokens)
             for place, first, num_heads in heads
         ]
         yield digests[0] if len(digests) == 1 else b"".join(digests)
@@ -106,11 +113,11 @@ def verified(
         encoded, block_hash = transfer.digests[index], transfer.block_hashes[index]
         num_tokens = transfer.num_tokens_in(index, block_size)
         if encoded.startswith(place_of_all) and len(encoded) == len(place_of_all) + DIGEST_BYTES:
-            yield encoded == place_of_all + block_digest(block, block_hash, num_tokens)
+            yield encoded == place_of_all + block_digest([block], block_hash, num_tokens)
         else:
             parts = digests_of_rank(encoded, rank, slab.num_heads)
             yield bool(parts) and all(
-                block_digest(slab.heads(block, part.head, part.num_heads), block_hash, num_tokens) == part.digest
+                block_digest(slab.runs(block, part.head, part.num_heads), block_hash, num_tokens) == part.digest
                 for part in parts
             )
 

@@ -144,7 +144,7 @@ class RedisRig:
 
 def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Random bits, NaN patterns included."""
-    shape = (num_blocks, 2, 3, 2, BLOCK_SIZE, 8)
+    shape = (num_blocks, 3, 2, 2, BLOCK_SIZE, 8)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
@@ -152,7 +152,7 @@ def create_kv_cache(num_blocks: int = 12, *, dtype: torch.dtype = torch.float32,
 
 def kv_layout(kv_cache: torch.Tensor) -> KVLayout:
     """The layout of a model with this KV cache."""
-    _, num_kv_heads, num_layers, _, block_size, head_dim = kv_cache.shape
+    _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     dtype = str(kv_cache.dtype).removeprefix("torch.")
     return KVLayout(block_size, (KVGroupSpec(tuple(range(num_layers)), num_kv_heads, head_dim, head_dim, dtype),))
 

@@ -44,7 +44,7 @@ class RankedConnectors:
         self, kv_cache: torch.Tensor, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]
     ) -> ConnectorFacts:
         layout = replace(layout, tensor_parallel_size=self._num_ranks)
-        self.parts = [kv_cache[:, heads.start : heads.stop] for heads in layout.heads_by_rank]
+        self.parts = [kv_cache[:, :, :, heads.start : heads.stop] for heads in layout.heads_by_rank]
         if self._of_ranks[0] is not None:  # a rank's own memory, where bytes are written by address
             self.parts = [part.contiguous() for part in self.parts]
         if self._staged is not None:
@@ -97,7 +97,7 @@ def whole_blocks(parts: Sequence[torch.Tensor], num_heads: int, block_ids: Itera
     copies = max(1, len(parts) // num_heads)
     bits = [part.contiguous().view(torch.uint8)[ids] for part in parts]
     assert all(torch.equal(part, bits[rank // copies * copies]) for rank, part in enumerate(bits))
-    return [block.numpy().tobytes() for block in torch.cat(bits[::copies], dim=1)]
+    return [block.numpy().tobytes() for block in torch.cat(bits[::copies], dim=3)]
 
 
 class RankedMedium:

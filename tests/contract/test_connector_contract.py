@@ -271,7 +271,7 @@ def test_a_frame_of_another_dtype_is_corrupt(engine, medium):
 
 def test_a_frame_of_another_layout_is_computed_again_and_replaced(engine):
     """The namespace is the model's, whatever the layout."""
-    other = torch.zeros(4, 4, 3, 2, BLOCK_SIZE, 4)  # as many bytes, twice the heads
+    other = torch.zeros(4, 3, 2, 4, BLOCK_SIZE, 4)  # as many bytes, twice the heads
     engine(other).save([1], HASHES[:1])
     mine = engine(create_kv_cache(seed=1))
     assert mine.load([2], HASHES[:1]).error == "block_corrupt"

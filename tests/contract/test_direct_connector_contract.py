@@ -15,7 +15,6 @@ from common.engine.contract.parts import decode_addresses, encode_address
 from common.engine.kv_connector import BlockTransfer, Destination, TransferResult
 from common.errors import ConfigError
 from common.types import RequestId, group_key, hash_partial_block, hash_prompt, root_hash
-from kv_store.nixl.address import ADDRESS_VERSION
 from kv_store.registry import create_connector
 from tests.contract.connector_rig import BLOCK_SIZE, DEADLINE_S, FINGERPRINT, create_kv_cache, kv_layout
 from tests.contract.direct_rig import DirectRig, nixl_rig
@@ -177,7 +176,7 @@ ADDRESSES: dict[str, Callable[[bytes], bytes]] = {
     "last bit": lambda good: good[:-1] + bytes([good[-1] ^ 1]),
     "another message": lambda good: seal(msgspec.msgpack.encode(["hello"])),
     "no message": lambda good: seal(b"\xc1"),
-    "newer version": lambda good: changed(good, version=ADDRESS_VERSION + 1),
+    "newer version": lambda good: changed(good, version=4),
     "no blocks": lambda good: changed(good, region=region_of(good, num_blocks=0)),
     "address beyond memory": lambda good: changed(good, region=region_of(good, base=1 << 63)),
     "unknown memory": lambda good: changed(good, region=region_of(good, memory="tape")),

@@ -99,7 +99,7 @@ def test_attention_in_chunks_and_as_decodes(device, dtype, args):
 
     torch.manual_seed(0)
     args = ARGS[args] if ARGS[args].sinks is None else replace(ARGS[args], sinks=ARGS[args].sinks.to(device))
-    cache = torch.zeros(BLOCKS + 1, KV_HEADS, 1, 2, BLOCK_SIZE, HEAD_DIM, device=device, dtype=dtype)
+    cache = torch.zeros(BLOCKS + 1, 1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, device=device, dtype=dtype)
     query, key, value = (
         torch.randn(LENGTH, heads, HEAD_DIM, device=device).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )

@@ -21,8 +21,8 @@ class KVSpec:
     dtype: torch.dtype
 
     def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """Shape of one block: [num_kv_heads, num_layers, 2, block_size, head_dim]."""
-        return self.num_kv_heads, self.num_layers, 2, block_size, self.head_dim
+        """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        return self.num_layers, 2, self.num_kv_heads, block_size, self.head_dim
 
     def bytes_per_block(self, block_size: int) -> int:
         """Size of one block in bytes."""
@@ -132,7 +132,7 @@ class Rotary:
 
 class AttentionBackend(Protocol):
     """Computes attention of one KV group's layers over one worker's paged KV cache. Built with the KV cache
-    [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]; called on the worker's thread only."""
+    [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
 
     reads_whole_blocks: bool  # also the part beyond a sequence, which must be finite then
 

@@ -210,7 +210,7 @@ class DirectMemoryConnector:
         num_ok = 0
         for block_id, digests in zip(transfer.block_ids, transfer.digests, strict=True):
             block = self._kv_cache[block_id]
-            parts = digests_of_rank(digests, self._rank, block.shape[0])
+            parts = digests_of_rank(digests, self._rank, block.shape[2])
             if not parts or any(_digest(block, part.head, part.num_heads) != part.digest for part in parts):
                 break
             num_ok += 1
@@ -227,8 +227,8 @@ class DirectMemoryConnector:
             return
         parts = [part for part in map_layouts(self._layout, found[0].layout) if part.producer_rank == self._rank]
         for part in parts:
-            source = self._kv_cache.narrow(1, part.producer_head, part.num_heads)
-            target = found[part.consumer_rank].kv_cache.narrow(1, part.consumer_head, part.num_heads)
+            source = self._kv_cache.narrow(3, part.producer_head, part.num_heads)
+            target = found[part.consumer_rank].kv_cache.narrow(3, part.consumer_head, part.num_heads)
             target[list(destination.block_ids)] = source[list(transfer.block_ids)]
         digests = tuple(self._digests(self._kv_cache[block_id], parts) for block_id in transfer.block_ids)
         self._settle(transfer.job_id, len(digests), digests=digests)
@@ -261,8 +261,8 @@ class DirectMemoryConnector:
 
 
 def _digest(block: torch.Tensor, head: int, num_heads: int) -> bytes:
-    """Of these heads of a block [heads, 1, 2, block_size, 1]."""
-    return hashlib.blake2b(block.narrow(0, head, num_heads).numpy().tobytes(), digest_size=16).digest()
+    """Of these heads of a block [1, 2, heads, block_size, 1]."""
+    return hashlib.blake2b(block.narrow(2, head, num_heads).numpy().tobytes(), digest_size=16).digest()
 
 
 class FakeExecutor:

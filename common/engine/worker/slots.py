@@ -41,9 +41,9 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 def slots_shape(layout: KVLayout) -> tuple[int, ...]:
-    """[num_slots, num_kv_heads, num_layers, 2, block_size, head_dim]: as many slots as fit into a few MiB."""
+    """[num_slots, num_layers, 2, num_kv_heads, block_size, head_dim]: as many slots as fit into a few MiB."""
     group = layout.groups[0]  # blocks of all groups have one shape
-    block = (layout.num_kv_heads, len(group.layers), 2, layout.block_size, group.head_dim)
+    block = (len(group.layers), 2, layout.num_kv_heads, layout.block_size, group.head_dim)
     block_bytes = math.prod(block) * _dtype(layout).itemsize
     return (min(max(_MIN_SLOTS, _SLOTS_BYTES // block_bytes), _MAX_SLOTS), *block)
 
@@ -134,16 +134,16 @@ class SlotConnector:
         whole = layout.of_store
         self._out = [
             (
-                kv_cache.narrow(1, part.producer_head, part.num_heads),
-                slots.narrow(1, part.consumer_head, part.num_heads),
+                kv_cache.narrow(3, part.producer_head, part.num_heads),
+                slots.narrow(3, part.consumer_head, part.num_heads),
             )
             for part in map_layouts(layout, whole)
             if part.producer_rank == rank
         ]
         self._in = [
             (
-                slots.narrow(1, part.producer_head, part.num_heads),
-                kv_cache.narrow(1, part.consumer_head, part.num_heads),
+                slots.narrow(3, part.producer_head, part.num_heads),
+                kv_cache.narrow(3, part.consumer_head, part.num_heads),
             )
             for part in map_layouts(whole, layout)
             if part.consumer_rank == rank

@@ -27,13 +27,13 @@ def transfer() -> BlockTransfer:
 
 
 def test_a_digest_tells_bytes_block_and_length_apart():
-    good = block_digest(SLAB, HASHES[0], 4)
-    assert good == block_digest(bytearray(SLAB), HASHES[0], 4)
+    good = block_digest([SLAB], HASHES[0], 4)
+    assert good == block_digest([SLAB[:16], bytearray(SLAB[16:])], HASHES[0], 4)
     assert len(good) == 16
     others = {
-        block_digest(SLAB[::-1], HASHES[0], 4),
-        block_digest(SLAB, HASHES[1], 4),
-        block_digest(SLAB, HASHES[0], 3),
+        block_digest([SLAB[::-1]], HASHES[0], 4),
+        block_digest([SLAB], HASHES[1], 4),
+        block_digest([SLAB], HASHES[0], 3),
     }
     assert len(others | {good}) == 4
 
@@ -41,7 +41,7 @@ def test_a_digest_tells_bytes_block_and_length_apart():
 def test_digests_are_of_the_blocks_in_order(transfer):
     kv_cache = create_kv_cache()
     found = list(digests_of(transfer, create_slab_reader(kv_cache), BLOCK_SIZE, SLAB_SHAPE, PARTS))
-    slabs = [kv_cache[block_id].numpy().tobytes() for block_id in (3, 1, 3)]
+    slabs = [[kv_cache[block_id].numpy().tobytes()] for block_id in (3, 1, 3)]
     lengths = (BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE - 1)
     wanted = [block_digest(*block) for block in zip(slabs, HASHES, lengths, strict=False)]
     assert found == [encode_digests([PartDigest(0, 0, 2, digest)]) for digest in wanted]

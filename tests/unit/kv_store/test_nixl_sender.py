@@ -17,7 +17,7 @@ from kv_store.staging import layout_of
 from tests.contract.connector_rig import DEADLINE_S, create_kv_cache
 from tests.contract.direct_rig import DirectRig, nixl_rig
 
-WHOLE = SlabShape.of(layout_of(create_kv_cache(1))).cut(0, 2)
+WHOLE = SlabShape.of(layout_of(create_kv_cache(1))).cut(0, 2, is_whole=True)
 
 
 @pytest.fixture

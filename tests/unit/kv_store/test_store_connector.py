@@ -20,7 +20,7 @@ from tests.contract.connector_rig import kv_layout
 
 
 def test_blocks_whose_copy_into_the_kv_cache_fails_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv_cache = torch.ones(4, 1, 1, 2, 4, 8)
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
     settled = threading.Event()
     connector = create_connector("memory", {})
     connector.register_kv_cache(kv_cache, bytes(32), kv_layout(kv_cache), settled.set)
@@ -61,7 +61,7 @@ class RecordingStore(InMemoryStore):
 
 
 def test_a_lookup_is_one_call_however_many_blocks_a_batch_has() -> None:
-    kv_cache = torch.ones(4, 1, 1, 2, 4, 8)
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
     store, settled = RecordingStore(), threading.Event()
     connector = StoreWorkerConnector(store, StoreConnectorOptions(threads=1, staging_bytes=1))
     connector.register_kv_cache(kv_cache, bytes(32), kv_layout(kv_cache), settled.set)
@@ -88,7 +88,7 @@ def test_closing_waits_for_threads_unless_they_hang(
     store = FaultyStore(InMemoryStore(MemoryStoreOptions(store="closing")))
     connector = StoreWorkerConnector(store, StoreConnectorOptions(threads=1))
     others = set(threading.enumerate())
-    kv_cache = torch.ones(4, 1, 1, 2, 4, 8)
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
     connector.register_kv_cache(kv_cache, bytes(32), kv_layout(kv_cache), lambda: None)
     threads = set(threading.enumerate()) - others
     with store.gate("touch") as gate:
@@ -106,7 +106,7 @@ def test_closing_waits_for_threads_unless_they_hang(
 
 
 def test_a_store_takes_no_parts_of_blocks() -> None:
-    kv_cache = torch.ones(4, 1, 1, 2, 4, 8)
+    kv_cache = torch.ones(4, 1, 2, 1, 4, 8)
     layout = replace(kv_layout(kv_cache), tensor_parallel_size=2)
     connector = create_connector("memory", {})
     with pytest.raises(ValueError, match="a store keeps whole blocks"):

@@ -45,7 +45,7 @@ class CpuAttention(TorchAttention):
     def __init__(self, kv_cache: torch.Tensor) -> None:
         super().__init__(kv_cache)
         self._cache = kv_cache
-        num_layers = kv_cache.shape[2]
+        num_layers = kv_cache.shape[1]
         self._decode: list[Call | None] = [None] * num_layers
         self._fused: list[Call | None] = [None] * num_layers
         self._prepare: list[Call | None] = [None] * num_layers
@@ -225,12 +225,12 @@ class CpuAttention(TorchAttention):
         return call
 
     def _shape(self, num_heads: int) -> CacheShape:
-        _, num_kv_heads, num_layers, _, block_size, head_dim = self._cache.shape
+        _, num_layers, _, num_kv_heads, block_size, head_dim = self._cache.shape
         element = element_type_of(self._cache.dtype)
         return CacheShape(element, num_layers, num_heads, num_kv_heads, block_size, head_dim)
 
     def _layer_address(self, layer: int) -> int:
-        return self._cache[0, 0, layer].data_ptr()
+        return self._cache[0, layer].data_ptr()
 
 
 class BatchInvariantAttention(CpuAttention):

@@ -61,14 +61,14 @@ class TritonAttention:
     reads_whole_blocks = False
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
-        _, num_kv_heads, num_layers, _, block_size, head_dim = kv_cache.shape
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
         self._head_dim = head_dim
         self._padded_dim = max(_MIN_DOT, triton.next_power_of_2(head_dim))
-        self._block_stride, self._head_stride = kv_cache.stride()[:2]
+        self._block_stride = kv_cache.stride(0)
         self._device = kv_cache.device
-        self._layers = [kv_cache[0, 0, layer] for layer in range(num_layers)]
+        self._layers = [kv_cache[0, layer] for layer in range(num_layers)]
         self._num_processors = _num_processors(kv_cache.device)
         self._batch: AttentionMetadata | None = None
         self._tiles: dict[int, torch.Tensor] = {}  # of the step's chunks, by the tokens of a tile
@@ -94,7 +94,7 @@ class TritonAttention:
             value.stride(0),
             value.stride(1),
             self._block_stride,
-            self._head_stride,
+            NUM_KV_HEADS=self._num_kv_heads,
             HEAD_DIM=self._head_dim,
             PADDED_DIM=self._padded_dim,
             BLOCK_SIZE=self._block_size,
@@ -129,7 +129,6 @@ class TritonAttention:
             self._batch.slot_mapping,
             norms.epsilon,
             self._block_stride,
-            self._head_stride,
             NUM_HEADS=projected.num_heads,
             NUM_KV_HEADS=self._num_kv_heads,
             PADDED_HEADS=triton.next_power_of_2(all_heads),
@@ -203,7 +202,6 @@ class TritonAttention:
             query_stride,
             batch.block_tables.stride(0),
             self._block_stride,
-            self._head_stride,
             NUM_KV_HEADS=self._num_kv_heads,
             GROUP=kind.num_heads // self._num_kv_heads,
             HEAD_DIM=self._head_dim,

@@ -76,28 +76,28 @@ class TorchAttention:
     reads_whole_blocks = True
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
-        _, num_kv_heads, num_layers, _, block_size, head_dim = kv_cache.shape
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
         self._head_dim = head_dim
-        # Row (block, head, layer, k or v, offset) is one token's vector. A layer's views begin at its first row, so
+        # Row (block, layer, k or v, head, offset) is one token's vector. A layer's views begin at its first row, so
         # that one index, computed once per step, serves all layers.
         vectors = kv_cache.view(-1, head_dim)
-        self._key_vectors = [vectors[2 * layer * block_size :] for layer in range(num_layers)]
-        self._value_vectors = [vectors[(2 * layer + 1) * block_size :] for layer in range(num_layers)]
-        self._vectors_per_block = num_kv_heads * num_layers * 2 * block_size
-        # Row (block, head, layer, k or v) is a block's run of vectors for one head.
+        stride = num_kv_heads * block_size
+        self._key_vectors = [vectors[2 * layer * stride :] for layer in range(num_layers)]
+        self._value_vectors = [vectors[(2 * layer + 1) * stride :] for layer in range(num_layers)]
+        self._vectors_per_block = num_layers * 2 * stride
+        # Row (block, layer, k or v, head) is a block's run of vectors for one head.
         runs = kv_cache.view(-1, block_size * head_dim)
-        self._runs = [runs[2 * layer :] for layer in range(num_layers)]
+        self._runs = [runs[2 * layer * num_kv_heads :] for layer in range(num_layers)]
         self._runs_per_block = num_layers * 2 * num_kv_heads
         # What the rows of a group are copied to. Fresh memory for each copy would cost more than the copy.
         self._workspace = runs.new_empty(0, block_size * head_dim)
         device = kv_cache.device
-        self._head_vectors = torch.arange(num_kv_heads, device=device) * (num_layers * 2 * block_size)
-        heads = torch.arange(num_kv_heads, device=device) * (num_layers * 2)
-        self._head_runs = torch.arange(2, device=device).view(2, 1, 1, 1) + heads.view(1, 1, num_kv_heads, 1)
+        self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
+        self._head_runs = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
         max_bytes = _MAX_GATHERED_BYTES_CPU if kv_cache.is_cpu else _MAX_GATHERED_BYTES
-        self._max_group_blocks = max_bytes // (2 * num_kv_heads * block_size * head_dim * kv_cache.itemsize)
+        self._max_group_blocks = max_bytes // (2 * stride * head_dim * kv_cache.itemsize)
         self._hidden = torch.tensor(-torch.inf, dtype=kv_cache.dtype, device=device)
         self._visible = torch.zeros((), dtype=kv_cache.dtype, device=device)
         self._tokens = torch.arange(0, device=device)  # grows: 0, 1, 2, ...

@@ -35,16 +35,11 @@ class CacheShape:
     @property
     def block_numbers(self) -> int:
         """Numbers in a block."""
-        return self.num_kv_heads * self.head_numbers
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
 
     @property
     def head_numbers(self) -> int:
-        """Numbers of one head in a block, of all layers."""
-        return self.num_layers * 2 * self.run_numbers
-
-    @property
-    def run_numbers(self) -> int:
-        """Numbers of one head's keys in a block and layer, which its values follow."""
+        """Numbers of one head's keys, or values, in a block and layer."""
         return self.block_size * self.head_dim
 
     @property
@@ -178,7 +173,7 @@ def _rotate_and_store(
     targets = [cached] if scale is not None else [cached, key]
     _rotate(b, dim, key, targets, cosines, sines, key_norm, a.epsilon, None)
     value = key.at(shape.num_kv_heads * dim)
-    cached_value = cached.at(shape.run_numbers)
+    cached_value = cached.at(shape.num_kv_heads * shape.head_numbers)
     lanes = lanes_of(dim)
     for i in range(0, dim, lanes):
         cached_value.at(i).store(value.at(i).load(lanes))
@@ -237,10 +232,10 @@ def _attend(
 
     with b.loop(first_token - first_token % tile, seq_len, tile) as token:
         keys = keys_at(token)
-        values = keys.at(shape.run_numbers)
+        values = keys.at(shape.num_kv_heads * shape.head_numbers)
         ahead = token + _TILES_AHEAD * tile
         next_keys = keys_at(b.select(ahead < seq_len, ahead, token))
-        next_values = next_keys.at(shape.run_numbers)
+        next_values = next_keys.at(shape.num_kv_heads * shape.head_numbers)
         if shape.element is not ElementType.FLOAT32 and group > 1:
             keys, values = (_widened(b, each, tile * dim) for each in (keys, values))
         lane_tokens = b.lane_numbers(tile) + token if tile > 1 else token

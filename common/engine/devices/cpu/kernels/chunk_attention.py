@@ -77,7 +77,7 @@ def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) ->
             runs = [rows.keys_at(key + start) for start in range(0, rows.num_keys, _RUN)]
             rows.score(runs)
             has_shrunk = rows.weigh(key)
-            rows.add_values([run.at(shape.run_numbers) for run in runs], has_shrunk)
+            rows.add_values([run.at(shape.num_kv_heads * shape.head_numbers) for run in runs], has_shrunk)
         rows.store()
 
     ints = ElementType.INT64

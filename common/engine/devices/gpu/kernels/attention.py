@@ -34,7 +34,6 @@ def attend_kernel(
     query_stride,
     table_width,
     block_stride,  # numbers from one block to the next
-    head_stride,  # numbers from one KV head of a block to the next
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -93,7 +92,7 @@ def attend_kernel(
             total += 1.0
     values = tl.zeros([ROWS, PADDED_DIM], tl.float32)
 
-    keys_of_head = cache + kv_head * head_stride
+    keys_of_head = cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     table = block_tables + sequence * table_width
     masked_from = begin
     if WINDOW == 0:  # all rows see the keys up to the first one's own
@@ -102,13 +101,13 @@ def attend_kernel(
         for start in range(begin, masked_from, KEYS):
             best, total, values = _take_keys(
                 best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, False,
+                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, False,
             )  # fmt: skip
     MASKED_KEYS: tl.constexpr = KEYS if KEYS <= 64 else 64  # masks take registers
     for start in range(masked_from, end, MASKED_KEYS):
         best, total, values = _take_keys(
             best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, MASKED_KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, True,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, MASKED_KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, True,
         )  # fmt: skip
 
     is_stored = is_row[:, None] & is_dim[None, :]
@@ -126,7 +125,7 @@ def attend_kernel(
 @triton.jit
 def _take_keys(
     best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR_TYPE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +137,7 @@ def _take_keys(
     else:
         blocks = tl.load(table + tokens // BLOCK_SIZE)
     token_keys = keys_of_head + blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM
-    token_values = token_keys + BLOCK_SIZE * HEAD_DIM
+    token_values = token_keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     key_addresses = token_keys[None, :] + dims[:, None]
     value_addresses = token_values[:, None] + dims[None, :]
     if IS_MASKED or HEAD_DIM != PADDED_DIM:

@@ -58,7 +58,6 @@ def prepare_kernel(
     slots,  # [tokens] int64; below zero: not written
     epsilon,
     block_stride,  # numbers from one block to the next
-    head_stride,  # numbers from one KV head of a block to the next
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,  # of all three kinds
@@ -109,10 +108,8 @@ def prepare_kernel(
     tl.store(row + places + HALF, turned_second, mask=is_own)
     slot = tl.load(slots + token)
     target = cache + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * HEAD_DIM
-    # Of each head a block's run of keys, then one of values.
-    head_starts = (heads - NUM_HEADS) * head_stride
-    value_starts = (heads - (NUM_HEADS + NUM_KV_HEADS)) * head_stride + BLOCK_SIZE * HEAD_DIM
-    cached = tl.where(is_value, value_starts, head_starts)[:, None] + halves[None, :]
+    # Keys of all heads, then values of all heads, a block's run of tokens for each.
+    cached = (heads - NUM_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + halves[None, :]
     is_cached = is_number & (heads >= NUM_HEADS)[:, None] & (slot >= 0)
     tl.store(target + cached, tl.where(is_value[:, None], plain_first, turned_first), mask=is_cached)
     tl.store(target + cached + HALF, tl.where(is_value[:, None], plain_second, turned_second), mask=is_cached)
@@ -129,7 +126,7 @@ def store_kernel(
     value_stride,
     value_head_stride,
     block_stride,
-    head_stride,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -140,8 +137,8 @@ def store_kernel(
     dims = tl.arange(0, PADDED_DIM)
     slot = tl.load(slots + token)
     is_stored = (dims < HEAD_DIM) & (slot >= 0)
-    target = cache + slot // BLOCK_SIZE * block_stride + head * head_stride + slot % BLOCK_SIZE * HEAD_DIM + dims
+    target = cache + slot // BLOCK_SIZE * block_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + dims
     read = tl.load(key + token * key_stride + head * key_head_stride + dims, mask=is_stored, other=0.0)
     tl.store(target, read, mask=is_stored)
     read = tl.load(value + token * value_stride + head * value_head_stride + dims, mask=is_stored, other=0.0)
-    tl.store(target + BLOCK_SIZE * HEAD_DIM, read, mask=is_stored)
+    tl.store(target + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, read, mask=is_stored)

@@ -141,7 +141,7 @@ def test_equals_naive_attention(name, steps, args, monkeypatch):
 def check_equals_naive(name, steps, args):
     torch.manual_seed(len(steps))
     blocks = torch.randperm(NUM_BLOCKS - 1).add(1).tolist()
-    kv_cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, NUM_LAYERS, 2, BLOCK_SIZE, HEAD_DIM)
+    kv_cache = torch.zeros(NUM_BLOCKS, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     backend = create_backend(name, kv_cache)
     all_sequences = [Sequence(end, blocks) for _, end in steps[-1]]
     for step in steps:
@@ -187,7 +187,7 @@ def test_low_precision_stays_close(name, dtype):
     torch.manual_seed(0)
     args = AttentionArgs(scale=1 / math.sqrt(HEAD_DIM))
     sequences = [Sequence(12, list(range(1, 8)))]
-    kv_cache = torch.zeros(8, NUM_KV_HEADS, 1, 2, BLOCK_SIZE, HEAD_DIM, dtype=dtype)
+    kv_cache = torch.zeros(8, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=dtype)
     backend = create_backend(name, kv_cache)
     for span in [(0, 5), (5, 11), (11, 12)]:
         backend.begin_step(metadata(sequences, [span]))

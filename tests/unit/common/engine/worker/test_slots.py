@@ -22,7 +22,7 @@ LAYOUT = KVLayout(4, (KVGroupSpec((0, 1), 2, 8, 8, "bfloat16"),), 2)
 class Rank:
     def __init__(self, path: Path, layout: KVLayout, rank: int, fences: Fences = NO_FENCES) -> None:
         heads = layout.heads_by_rank[rank]
-        self.kv_cache = torch.randn(6, len(heads), 2, 2, 4, 8).to(torch.bfloat16)
+        self.kv_cache = torch.randn(6, 2, 2, len(heads), 4, 8).to(torch.bfloat16)
         self.connector = SlotConnector(str(path))
         self._wake = threading.Semaphore(0)
         self.connector.register_kv_cache(self.kv_cache, bytes(32), layout, self._wake.release, fences, rank)
@@ -56,11 +56,11 @@ def test_ranks_put_blocks_together_and_take_them_apart(path: Path) -> None:
     slots = open_slots(str(path), LAYOUT)
     for rank in (first, second):
         assert rank.save((1, 2), (3, 0)) == TransferResult(-1, 2)
-    whole = torch.cat([first.kv_cache, second.kv_cache], dim=1)
+    whole = torch.cat([first.kv_cache, second.kv_cache], dim=3)
     assert torch.equal(slots[[3, 0]], whole[[1, 2]])
     for rank in (first, second):
         assert rank.load((5, 4), (3, 0)) == TransferResult(-1, 2)
-    assert torch.equal(torch.cat([first.kv_cache, second.kv_cache], dim=1)[[5, 4]], whole[[1, 2]])
+    assert torch.equal(torch.cat([first.kv_cache, second.kv_cache], dim=3)[[5, 4]], whole[[1, 2]])
     first.connector.close()
     second.connector.close()
 
@@ -71,7 +71,7 @@ def test_one_of_the_ranks_that_have_a_head_writes_it(path: Path) -> None:
     slots = open_slots(str(path), layout)
     for rank in ranks:
         assert rank.save((1,), (2,)) == TransferResult(-1, 1)
-    assert torch.equal(slots[2], torch.cat([ranks[0].kv_cache[1], ranks[2].kv_cache[1]], dim=0))
+    assert torch.equal(slots[2], torch.cat([ranks[0].kv_cache[1], ranks[2].kv_cache[1]], dim=2))
     for rank in ranks:
         rank.load((3,), (2,))
     assert torch.equal(ranks[1].kv_cache[3], ranks[0].kv_cache[1])
@@ -102,14 +102,14 @@ def test_blocks_are_copied_after_the_step_that_writes_them(path: Path) -> None:
     assert rank.connector.poll() == []
     Step.over.set()
     assert rank.result() == TransferResult(-1, 1)
-    assert (slots[0, :1] == 7).all()
+    assert (slots[0, :, :, :1] == 7).all()
     rank.connector.close()
 
 
 def test_jobs_without_slots_go_to_the_direct_part(path: Path) -> None:
     direct = MemoryConnector({})
     connector = SlotConnector(str(path), direct)
-    connector.register_kv_cache(torch.ones(6, 1, 2, 2, 4, 8, dtype=torch.bfloat16), bytes(32), LAYOUT, lambda: None)
+    connector.register_kv_cache(torch.ones(6, 2, 2, 1, 4, 8, dtype=torch.bfloat16), bytes(32), LAYOUT, lambda: None)
     connector.start_save(transfer((1,), ()))
     assert connector.poll() == [TransferResult(-1, 1)]
     connector.start_load(transfer((2,), ()))

@@ -102,7 +102,7 @@ def test_kv_cache_takes_no_memory_until_written():
     spec = KVSpec(24, 8, 128, 128, torch.bfloat16)
     before = resident_bytes()
     kv_cache = allocate_kv_cache(spec, 1000, 16, TorchDevice(ModelConfig()))  # 1.5 GiB
-    assert kv_cache.shape == (1000, 8, 24, 2, 16, 128)
+    assert kv_cache.shape == (1000, 24, 2, 8, 16, 128)
     assert not kv_cache[999].any()
     assert resident_bytes() - before < 1 << 28
 

@@ -61,14 +61,14 @@ def check(dtype, tiled, head_dim, block_size, num_kv_heads, group, scores):
     kernel = chunk_attention_kernel(shape, scores, tiled=tiled)
     for num_tokens, seq_len in CHUNKS:
         num_blocks = -(-seq_len // block_size)
-        cache = torch.randn(num_blocks + 1, num_kv_heads, NUM_LAYERS, 2, block_size, head_dim).to(dtype)
+        cache = torch.randn(num_blocks + 1, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim).to(dtype)
         padded = torch.randn(num_tokens, num_heads + 2, head_dim).to(dtype)  # queries are part of longer rows
         table, lengths = torch.randperm(num_blocks) + 1, torch.tensor([seq_len])
         out = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=dtype)
         num_tiles = -(-num_tokens * group // rows_per_task(tiled=tiled))
         Call(
             kernel,
-            cache=cache[0, 0, LAYER].data_ptr(),
+            cache=cache[0, LAYER].data_ptr(),
             query=padded.data_ptr(),
             query_stride=padded.stride(0),
             out=out.data_ptr(),
@@ -80,7 +80,7 @@ def check(dtype, tiled, head_dim, block_size, num_kv_heads, group, scores):
             num_tokens=num_tokens,
             num_tiles=num_tiles,
         ).run(num_tiles * num_kv_heads, 2)
-        keys, values = cache[table][:, :, LAYER].double().permute(2, 1, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
+        keys, values = cache[table, LAYER].double().permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
         query = padded[:, :num_heads].double().view(num_tokens, num_kv_heads, group, head_dim)
         expected = attend(query, keys[:, :seq_len], values[:, :seq_len], scores, sinks)
         tolerance = 2e-5 if dtype == torch.float32 else 0.03

@@ -41,7 +41,7 @@ def check(dtype, head_dim, block_size, num_kv_heads, group, scores):
     torch.manual_seed(0)
     counts = [-(-length // block_size) for length in LENGTHS]
     num_heads = num_kv_heads * group
-    cache = torch.randn(sum(counts) + 1, num_kv_heads, NUM_LAYERS, 2, block_size, head_dim).to(dtype)
+    cache = torch.randn(sum(counts) + 1, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim).to(dtype)
     query = torch.randn(len(LENGTHS), num_heads, head_dim).to(dtype)
     sinks = torch.randn(num_heads)
     blocks = torch.randperm(sum(counts)).add(1).split(counts)
@@ -51,7 +51,7 @@ def check(dtype, head_dim, block_size, num_kv_heads, group, scores):
     shape = CacheShape(element_type_of(dtype), NUM_LAYERS, num_heads, num_kv_heads, block_size, head_dim)
     Call(
         decode_kernel(shape, scores),
-        cache=cache[0, 0, LAYER].data_ptr(),
+        cache=cache[0, LAYER].data_ptr(),
         seq_lens=seq_lens.data_ptr(),
         block_tables=tables.data_ptr(),
         table_width=tables.shape[1],
@@ -61,14 +61,14 @@ def check(dtype, head_dim, block_size, num_kv_heads, group, scores):
         out=out.data_ptr(),
     ).run(len(LENGTHS) * num_kv_heads, 2)
     for i, (length, own_blocks) in enumerate(zip(LENGTHS, blocks, strict=True)):
-        expected = softmax_attention(query[i].float(), cache[own_blocks][:, :, LAYER].float(), length, sinks, scores)
+        expected = softmax_attention(query[i].float(), cache[own_blocks, LAYER].float(), length, sinks, scores)
         tolerance = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype] * max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(out[i].float(), expected, atol=tolerance, rtol=0)
 
 
 def softmax_attention(query, cached, length, sinks, scores):
-    """Of a query [heads, head_dim] over blocks [blocks, kv heads, 2, block size, head_dim]."""
-    keys, values = cached.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+    """Of a query [heads, head_dim] over blocks [blocks, 2, kv heads, block size, head_dim]."""
+    keys, values = cached.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
     group = len(query) // len(keys)
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     logits = torch.einsum("hd,htd->ht", query, keys) * scores.scale

@@ -34,7 +34,6 @@ INTEGERS = {
     "query_stride",
     "table_width",
     "block_stride",
-    "head_stride",
     "num_numbers",
     "num_decodes",
     "num_rows",
@@ -78,7 +77,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     yield (
         "prepare bf16", elementwise.prepare_kernel, heads | {"BLOCK_SIZE": 16, "HAS_NORMS": True}, {"num_warps": 4}
     )  # fmt: skip
-    store = {"HEAD_DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16}
+    store = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16}
     yield "store bf16", elementwise.store_kernel, store, {"num_warps": 1}
     sizes = {"NUM_TOKENS": 151936, "SIZE": sampling.NUMBERS}
     parts = {"PARTS": 38, "PADDED_PARTS": 64}
@@ -124,7 +123,7 @@ def main() -> None:
         attributes = {
             (index,): ALIGNED
             for index, each in enumerate(names)
-            if (signature[each].startswith("*") and each not in UNALIGNED) or each in ("block_stride", "head_stride")
+            if (signature[each].startswith("*") and each not in UNALIGNED) or each == "block_stride"
         }
         source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
