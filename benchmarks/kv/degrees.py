@@ -17,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
+from benchmarks.kv.medium import open_medium
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
@@ -63,10 +65,13 @@ def measure_degrees(
     """Measures handoffs of this many blocks between pairs of engines, in turn."""
     with ExitStack() as stack:
         path = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir="/dev/shm"))
-        options = {"path": path} if connector == "shared-storage" else {}
+        medium = stack.enter_context(open_medium(connector, Path(path)))
         sizes = {size for pair in degrees for size in pair}
         producers, consumers = (
-            {size: stack.enter_context(_open_engine(connector, options, size, num_blocks + 1)) for size in sizes}
+            {
+                size: stack.enter_context(_open_engine(connector, dict(medium.options), size, num_blocks + 1))
+                for size in sizes
+            }
             for _ in range(2)
         )
         results = [DegreeHandoffs(*pair, num_blocks * BLOCK_BYTES, []) for pair in degrees]
@@ -75,6 +80,7 @@ def measure_degrees(
                 seed = repeat * len(results) + number
                 producer, consumer = producers[result.num_producer_ranks], consumers[result.num_consumer_ranks]
                 seconds = _hand_over(producer, consumer, num_blocks, seed)
+                medium.clean()
                 if repeat:  # the first connects
                     result.seconds.append(seconds)
     return results
@@ -212,7 +218,7 @@ def create_rank(config: EngineConfig, rank: int, rendezvous: str) -> _Rank:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv.degrees", description=__doc__)
-    parser.add_argument("--connectors", default="nixl,shared-storage", help="of nixl,shared-storage")
+    parser.add_argument("--connectors", default="nixl,shared-storage", help="of nixl,shared-storage,redis")
     parser.add_argument("--blocks", type=int, default=32, help=f"of a handoff, of {BLOCK_BYTES >> 10} KiB each")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()

@@ -1,0 +1,1 @@
+"""Models on several ranks beside one process; see `python -m benchmarks.parallel --help`."""

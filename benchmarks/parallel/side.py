@@ -1,0 +1,79 @@
+"""An engine of one process, or of two ranks, as one of the sides; see `benchmarks.compare.side`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import psutil
+
+from benchmarks.compare.baton_side import Baton, offline_config
+from benchmarks.compare.side import serve
+from common.engine.client.inproc import InprocClient
+from common.engine.config import EngineConfig, ParallelConfig
+from common.engine.devices.cpu import device
+from common.engine.devices.ranks import Ranks
+from common.engine.executor.multiproc.executor import MultiprocExecutor
+from common.engine.executor.multiproc.protocol import WORKER
+from common.engine.executor.multiproc.worker import create_worker
+from common.engine.worker.worker import Worker
+
+NUM_BLOCKS = 257
+OVER_GLOO = f"{__name__ if __name__ != '__main__' else 'benchmarks.parallel.side'}:create_over_gloo"
+
+
+def create_over_gloo(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
+    """RankWorkerFactory. The ranks do not share memory."""
+    device.share_memory = _over_gloo
+    return create_worker(config, rank, rendezvous)
+
+
+def _over_gloo(ranks: Ranks) -> Ranks:
+    return ranks
+
+
+def config_of(directory: str, dtype: str, num_ranks: int) -> EngineConfig:
+    """Two threads in all."""
+    config = offline_config(directory, dtype)
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, device="cpu", num_threads=2 // num_ranks),
+        cache=msgspec.structs.replace(config.cache, num_blocks=NUM_BLOCKS),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+    )
+
+
+def open_client(directory: str, dtype: str, kind: str) -> InprocClient:
+    """`kind`: one, shared or gloo."""
+    config = config_of(directory, dtype, 1 if kind == "one" else 2)
+    if kind == "one":
+        return InprocClient(config)
+    return InprocClient(config, MultiprocExecutor(config, WORKER if kind == "shared" else OVER_GLOO))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of a rank's process."""
+
+    pss: int
+    kv: int
+
+
+def rank_memory(directory: str, dtype: str) -> list[RankMemory]:
+    """Of the ranks of an engine that has answered once."""
+    with open_client(directory, dtype, "shared") as client:
+        Baton(client).generate([[5] * 128] * 8, 8, lambda _: None)
+        ranks = [each for each in psutil.Process().children(recursive=True) if "worker_process" in str(each.cmdline())]
+        kv = client.spec.num_blocks * client.spec.bytes_per_block
+        return [RankMemory(each.memory_full_info().pss, kv) for each in ranks]
+
+
+if __name__ == "__main__":
+    clients: list[InprocClient] = []
+
+    def load(directory: str, dtype: str, kind: str) -> Baton:
+        """The side with a model."""
+        clients.append(open_client(directory, dtype, kind))
+        return Baton(clients[0])
+
+    serve(load, lambda _: clients[0].close())
