@@ -145,6 +145,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "of the width of all."
         ),
     ] = False
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(ge=1, description="Stages that share the model's layers, each with tensor_parallel_size ranks."),
+    ] = 1
     rank_devices: Annotated[
         list[Annotated[int, Meta(ge=0)]],
         Meta(description="Number of the GPU of each rank on its machine, engine by engine; default: 0, 1 and so on."),
@@ -188,15 +192,17 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"--data-parallel-size: {self.data_parallel_size}, but engines of a pod are on one machine"
             )
         if self.rank_devices and len(self.rank_devices) != self.world_size:
-            engines = f" and --data-parallel-size {self.data_parallel_size}" if self.data_parallel_size > 1 else ""
-            raise ValueError(
-                f"--rank-devices: {len(self.rank_devices)} devices, "
-                f"but --tensor-parallel-size is {self.tensor_parallel_size}{engines}"
-            )
+            sizes = [f"--{name.replace('_', '-')} is {size}" for name, size in self.sizes.items()]
+            sizes = sizes or ["--tensor-parallel-size is 1"]
+            raise ValueError(f"--rank-devices: {len(self.rank_devices)} devices, but {' and '.join(sizes)}")
         if self.enable_expert_parallel and self.world_size == 1:
             raise ValueError(
                 "--enable-expert-parallel: there is one rank, which has all experts; "
                 "set --data-parallel-size or --tensor-parallel-size"
+            )
+        if self.enable_expert_parallel and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"--enable-expert-parallel: not with --pipeline-parallel-size, which is {self.pipeline_parallel_size}"
             )
 
     @property
@@ -207,8 +213,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one engine, on all its machines."""
-        return self.tensor_parallel_size
+        """Ranks of one engine, on all its machines: those of the first stage, then those of the next."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def ranks_per_node(self) -> int:

@@ -5,7 +5,7 @@
 2. `receive` takes each command as it arrives, on any thread; those that concern KV transfers go to that thread at once.
 3. `add_request` and `abort_requests` change what the next step does.
 4. `step()` schedules, executes and updates, while `has_work`. Where the executor can, the step after the one that runs
-   begins before that one's outcome is known.
+   begins before that one's outcome is known; in a pipeline, steps of other requests do.
 5. `close()` ends the thread and releases the executor.
 
 All but `receive` runs on one thread, that of the client or loop that owns the core. An exception out of `step` is
@@ -18,6 +18,7 @@ import logging
 import math
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -97,7 +98,7 @@ class EngineCore:
         self._on_news = on_news
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_end = -math.inf  # of a step
-        self._ahead: _Flight | None = None  # the next step, if it was begun already
+        self._flights: deque[_Flight] = deque()  # steps under way, in order
         self._has_computed = True  # the last step has computed something
         self._has_only_attended = False
         self._port: TransferPort | None = None
@@ -131,6 +132,7 @@ class EngineCore:
                 transfers=self._port,
                 grammars=self._open_grammars(config, facts, on_wakeup, on_failure),
                 measured_steps=executor.measure_steps(),
+                max_concurrent_batches=executor.max_concurrent_batches,
             )
             self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
         except BaseException:
@@ -213,7 +215,7 @@ class EngineCore:
         """True if a step would do something now."""
         return (
             bool(self._unsent)
-            or self._ahead is not None
+            or bool(self._flights)
             or self._scheduler.has_work
             or self._scheduler.has_cache_change  # was reset while idle, which routers must learn
             or self.is_awaited
@@ -236,8 +238,8 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Schedules, executes and updates. Any exception is fatal for this core."""
-        flight = self._ahead or self._begin_next()
-        self._ahead = self._begin_ahead(flight)
+        self._begin_steps()
+        flight = self._flights.popleft()
         self.phases.enter(Phase.DEVICE)
         result = flight.running.result()
         self.phases.enter(Phase.UPDATE)
@@ -248,7 +250,7 @@ class EngineCore:
         self._last_end = finished
         step = flight.step
         self._has_computed = bool(step.num_scheduled_tokens)
-        self._masks.step_ended(result.outcomes)
+        self._masks.step_ended(self._scheduler.awaited(result.outcomes))
         outputs = self._take_unsent() + self._scheduler.update(step, result, step_s)
         cache = self._scheduler.take_cache_change()
         is_changed = bool(outputs or cache.stored or cache.removed)
@@ -261,9 +263,25 @@ class EngineCore:
             phases=self.phases.seconds(),
         )
 
+    def _begin_steps(self) -> None:
+        """Begins a step if none is under way, and others beside it where the executor can and there is work for
+        them."""
+        flights = self._flights
+        if not flights:
+            flights.append(self._begin_next())
+        if self._may_run_ahead and (ahead := self._begin_ahead(flights[-1])) is not None:
+            flights.append(ahead)
+        while (
+            len(flights) < self._executor.max_concurrent_batches
+            and flights[-1].step.num_scheduled_tokens
+            and self._scheduler.has_unscheduled
+        ):
+            flights.append(self._begin_next())
+
     def _begin_next(self) -> _Flight:
         self.phases.enter(Phase.SCHEDULE)
-        self._scheduler.masks_arrived(self._masks.arrived(may_wait=not self._has_computed))
+        may_wait = not self._has_computed and not self._flights
+        self._scheduler.masks_arrived(self._masks.arrived(may_wait=may_wait))
         began = self._clock()
         step = self._scheduler.schedule(began)
         self._tell_urgent_news()
@@ -320,9 +338,9 @@ class EngineCore:
         return stats if self._port is None else self._actor.figures(self._port.figures(stats))
 
     def check_integrity(self) -> IntegrityReport:
-        """Checks the engine's invariants, on all ranks. Waits for the step that runs, which may still ask for masks."""
-        if self._ahead is not None:
-            self._ahead = self._ahead._replace(running=FinishedStep(self._ahead.running.result()))
+        """Checks the engine's invariants, on all ranks. Waits for the steps that run, which may still ask for masks."""
+        for number, flight in enumerate(self._flights):
+            self._flights[number] = flight._replace(running=FinishedStep(flight.running.result()))
         report = self._scheduler.check_integrity()
         violations = report.violations + self._executor.check(self._scheduler.known_requests)
         return msgspec.structs.replace(report, violations=violations, num_transfers=self._num_transfers)

@@ -289,7 +289,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_num_batched_tokens: int
     device: str
     dtype: str
-    bytes_per_block: int  # on each rank
+    bytes_per_block: int  # on each rank; of the stage that has most layers
     is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
     connector_addresses: tuple[bytes, ...] = (b"",)  # of each engine's direct connector
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts
@@ -312,10 +312,13 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def bytes_per_whole_block(self) -> int:
-        """Bytes of a block with the KV heads of all ranks, each once."""
-        if self.layout.tensor_parallel_size == 1:
+        """Bytes of a block with the layers and KV heads of all ranks, each once."""
+        layout = self.layout
+        if layout.num_ranks == 1:
             return self.bytes_per_block
-        return self.bytes_per_block // len(self.layout.heads_by_rank[0]) * self.layout.num_kv_heads
+        num_layers = len(layout.groups[0].layers)
+        of_rank = max(layout.layers_by_stage, default=num_layers) * len(layout.heads_by_rank[0])
+        return self.bytes_per_block // of_rank * num_layers * layout.num_kv_heads
 
 
 class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

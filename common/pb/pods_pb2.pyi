@@ -534,7 +534,7 @@ Global___HandoffStart: _TypeAlias = HandoffStart  # noqa: Y015
 @_typing.final
 class KVLayout(_message.Message):
     """How a pod's KV is cut. It is no part of the model's identity: pods of one identity fit if their layouts map onto each
-    other; today only equal ones do.
+    other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -542,13 +542,18 @@ class KVLayout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    LAYERS_BY_STAGE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     tensor_parallel_size: _builtins.int
-    """Ranks, each of which has an equal part of the KV heads, or one of them."""
+    """Ranks of a stage, each of which has an equal part of the KV heads, or one."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """Layers that share a block table, with the heads of the whole model."""
+
+    @_builtins.property
+    def layers_by_stage(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Layers of a block in each stage of a pipeline; empty: there is one stage."""
 
     def __init__(
         self,
@@ -556,10 +561,11 @@ class KVLayout(_message.Message):
         block_size: _builtins.int = ...,
         groups: _abc.Iterable[Global___KVGroup] | None = ...,
         tensor_parallel_size: _builtins.int = ...,
+        layers_by_stage: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "groups", b"groups", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "groups", b"groups", "layers_by_stage", b"layers_by_stage", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

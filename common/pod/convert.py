@@ -94,7 +94,10 @@ def layout_to_pb(layout: KVLayout) -> pods_pb2.KVLayout:
     """Converts the layout of a KV cache."""
     groups = [pods_pb2.KVGroup(**dataclasses.asdict(group)) for group in layout.groups]
     return pods_pb2.KVLayout(
-        block_size=layout.block_size, groups=groups, tensor_parallel_size=layout.tensor_parallel_size
+        block_size=layout.block_size,
+        groups=groups,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        layers_by_stage=layout.layers_by_stage,
     )
 
 
@@ -112,7 +115,7 @@ def layout_from_pb(message: pods_pb2.KVLayout) -> KVLayout:
         )
         for group in message.groups
     )
-    return KVLayout(message.block_size, groups, message.tensor_parallel_size)
+    return KVLayout(message.block_size, groups, message.tensor_parallel_size, tuple(message.layers_by_stage))
 
 
 def phase_seconds_to_pb(phases: PhaseSeconds) -> pods_pb2.PhaseSeconds:

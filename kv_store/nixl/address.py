@@ -76,7 +76,7 @@ def decode_address(encoded: bytes) -> NixlAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class RankSlabs:
     """What one rank has of each block."""
 
     fingerprint: bytes  # of the model
@@ -94,7 +94,7 @@ class Route(NamedTuple):
     target: Cut
 
 
-def routes_to(encoded: bytes, own: Shard) -> list[Route]:
+def routes_to(encoded: bytes, own: RankSlabs) -> list[Route]:
     """The ways of all parts that our rank sends to the ranks with these addresses; none if others send what we have.
     Raises IncompatibleAddressError unless our blocks fit the peer's."""
     addresses = [decode_address(each) for each in decode_addresses(encoded)]
@@ -103,13 +103,13 @@ def routes_to(encoded: bytes, own: Shard) -> list[Route]:
     layout = addresses[0].layout
     try:
         parts = map_layouts(own.layout, layout)
-        heads = layout.heads_by_rank
+        shards = layout.shards
     except IncompatiblePeerError as error:
         raise IncompatibleAddressError(error.message, param=error.param) from error
-    if len(addresses) != len(heads):
-        problem = f"the peer has {len(heads)} ranks, but {len(addresses)} addresses"
+    if len(addresses) != len(shards):
+        problem = f"the peer has {len(shards)} ranks, but {len(addresses)} addresses"
         raise IncompatibleAddressError(problem, param="address")
-    slabs = [replace(own.slab, num_heads=len(each)) for each in heads]
+    slabs = [replace(own.slab, num_heads=len(each.heads), num_planes=2 * len(each.layers)) for each in shards]
     for address, slab in zip(addresses, slabs, strict=True):
         _check_fits(address, own.fingerprint, layout, slab)
     return [
@@ -120,9 +120,9 @@ def routes_to(encoded: bytes, own: Shard) -> list[Route]:
 
 
 def _route(part: MappedPart, address: NixlAddress, own: SlabShape, peer: SlabShape) -> Route:
-    is_whole = part.num_heads == own.num_heads == peer.num_heads
-    source = own.cut(part.producer_head, part.num_heads, is_whole=is_whole)
-    return Route(part, address, source, peer.cut(part.consumer_head, part.num_heads, is_whole=is_whole))
+    in_one_run = part.source.num_heads == own.num_heads == peer.num_heads
+    source, target = own.cut(part.source, in_one_run=in_one_run), peer.cut(part.target, in_one_run=in_one_run)
+    return Route(part, address, source, target)
 
 
 def _check_fits(address: NixlAddress, fingerprint: bytes, layout: KVLayout, slab: SlabShape) -> None:

@@ -53,7 +53,7 @@ from common.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from kv_store.nixl.address import NixlAddress, Region, Route, Shard, check_block_ids, routes_to
+from kv_store.nixl.address import NixlAddress, RankSlabs, Region, Route, check_block_ids, routes_to
 from kv_store.nixl.agent import Agent, load_nixl
 from kv_store.nixl.digests import Digester, SlabReader, create_slab_reader, verified
 from kv_store.nixl.heads import SlabShape
@@ -107,7 +107,7 @@ class NixlWorkerConnector:
     ) -> ConnectorFacts:
         """See WorkerConnector."""
         block = layout_of(kv_cache)
-        shard = Shard(fingerprint, layout, rank, SlabShape.of(block))
+        shard = RankSlabs(fingerprint, layout, rank, SlabShape.of(block))
         region = Region(
             memory="DRAM" if kv_cache.is_cpu else "VRAM",
             device_id=kv_cache.device.index or 0,
@@ -129,11 +129,12 @@ class NixlWorkerConnector:
             layout=layout,
             region=region,
         )
+        whole_bytes = layout.num_kv_heads * len(layout.groups[0].layers) * block.payload_bytes
         return ConnectorFacts(
             is_direct=True,
             address=encode_address(address.encode()),
             max_write_s=self._options.timeout_s,
-            part_blocks=max(1, _PART_BYTES * block.num_kv_heads // (layout.num_kv_heads * block.payload_bytes)),
+            part_blocks=max(1, _PART_BYTES * block.num_kv_heads * block.num_layers // whole_bytes),
         )
 
     def split(self) -> SplitConnector:
@@ -203,7 +204,7 @@ class _Posted:
 class _Sending:
     """The work of the saving thread."""
 
-    def __init__(self, jobs: JobTable, sender: Sender, region: Region, shard: Shard) -> None:
+    def __init__(self, jobs: JobTable, sender: Sender, region: Region, shard: RankSlabs) -> None:
         self._jobs = jobs
         self._sender = sender
         self._region = region
@@ -344,7 +345,7 @@ class _Sending:
 class _Verifying:
     """The work of the verifying thread."""
 
-    def __init__(self, jobs: JobTable, region: Region, shard: Shard) -> None:
+    def __init__(self, jobs: JobTable, region: Region, shard: RankSlabs) -> None:
         self._jobs = jobs
         self._region = region
         self._shard = shard

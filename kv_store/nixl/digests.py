@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import xxhash
 
+from common.engine.contract.layout import Part
 from common.engine.contract.parts import digests_of_rank, encode_place
 from kv_store.block_format import DIGEST_BYTES, HEADER_BYTES
 from kv_store.nixl.heads import SlabShape
@@ -91,16 +92,10 @@ def digests_of(
     transfer: BlockTransfer, reader: SlabReader, block_size: int, slab: SlabShape, parts: Sequence[MappedPart]
 ) -> Iterator[bytes]:
     """Yields the digests of these parts of each block of the transfer."""
-    heads = [
-        (encode_place(part.consumer_rank, part.consumer_head, part.num_heads), part.producer_head, part.num_heads)
-        for part in parts
-    ]
+    places = [(encode_place(part.consumer_rank, part.target), part.source) for part in parts]
     for index, block in enumerate(reader.slabs(transfer.block_ids)):
         block_hash, num_tokens = transfer.block_hashes[index], transfer.num_tokens_in(index, block_size)
-        digests = [
-            place + block_digest(slab.runs(block, first, num_heads), block_hash, num_tokens)
-            for place, first, num_heads in heads
-        ]
+        digests = [place + block_digest(slab.runs(block, part), block_hash, num_tokens) for place, part in places]
         yield digests[0] if len(digests) == 1 else b"".join(digests)
 
 
@@ -108,17 +103,16 @@ def verified(
     transfer: BlockTransfer, reader: SlabReader, block_size: int, slab: SlabShape, rank: int
 ) -> Iterator[bool]:
     """Yields whether each block of the transfer is what the producer's digests say, as far as it is this rank's."""
-    place_of_all = encode_place(rank, 0, slab.num_heads)
+    place_of_all = encode_place(rank, Part(0, slab.num_layers, 0, slab.num_heads))
     for index, block in enumerate(reader.slabs(transfer.block_ids)):
         encoded, block_hash = transfer.digests[index], transfer.block_hashes[index]
         num_tokens = transfer.num_tokens_in(index, block_size)
         if encoded.startswith(place_of_all) and len(encoded) == len(place_of_all) + DIGEST_BYTES:
             yield encoded == place_of_all + block_digest([block], block_hash, num_tokens)
         else:
-            parts = digests_of_rank(encoded, rank, slab.num_heads)
+            parts = digests_of_rank(encoded, rank, slab.num_layers, slab.num_heads)
             yield bool(parts) and all(
-                block_digest(slab.runs(block, part.head, part.num_heads), block_hash, num_tokens) == part.digest
-                for part in parts
+                block_digest(slab.runs(block, each.part), block_hash, num_tokens) == each.digest for each in parts
             )
 
 

@@ -1,4 +1,5 @@
-"""KV heads in slabs: a part of a block that goes from one rank to another is a run of heads in each of its planes."""
+"""KV heads in slabs: a part of a block that goes from one rank to another is a run of heads in
+each plane of some layers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from common.engine.contract.layout import Part
     from kv_store.base import Buffer
     from kv_store.block_format import BlockLayout
 
@@ -38,15 +40,21 @@ class SlabShape:
         """Bytes of the slab."""
         return self.num_planes * self.num_heads * self.head_bytes
 
-    def cut(self, first_head: int, num_heads: int, *, is_whole: bool) -> Cut:
-        """The places of these heads. `is_whole`: they are all heads of the slab, and of the one at the other end."""
-        if is_whole:
-            return Cut(0, self.num_bytes, self.num_bytes, 1)
-        plane_bytes = self.num_heads * self.head_bytes
-        return Cut(first_head * self.head_bytes, num_heads * self.head_bytes, plane_bytes, self.num_planes)
+    @property
+    def num_layers(self) -> int:
+        """Layers, each of two planes."""
+        return self.num_planes // 2
 
-    def runs(self, slab: Buffer, first_head: int, num_heads: int) -> list[memoryview]:
-        """Returns the bytes of these heads in each plane, in place; one run if they are all heads."""
-        first_byte, run_bytes, stride_bytes, _ = self.cut(first_head, num_heads, is_whole=num_heads == self.num_heads)
-        view = memoryview(slab)
-        return [view[start : start + run_bytes] for start in range(first_byte, self.num_bytes, stride_bytes)]
+    def cut(self, part: Part, *, in_one_run: bool) -> Cut:
+        """The places of a part. `in_one_run`: it has all heads of the slab, and of the one at the other end."""
+        plane_bytes = self.num_heads * self.head_bytes
+        first_byte, num_planes = 2 * part.layer * plane_bytes + part.head * self.head_bytes, 2 * part.num_layers
+        if in_one_run:
+            return Cut(first_byte, num_planes * plane_bytes, num_planes * plane_bytes, 1)
+        return Cut(first_byte, part.num_heads * self.head_bytes, plane_bytes, num_planes)
+
+    def runs(self, slab: Buffer, part: Part) -> list[memoryview]:
+        """Returns the bytes of a part in each plane, in place; one run if it has all heads."""
+        first_byte, run_bytes, stride_bytes, num_runs = self.cut(part, in_one_run=part.num_heads == self.num_heads)
+        stop, view = first_byte + num_runs * stride_bytes, memoryview(slab)
+        return [view[start : start + run_bytes] for start in range(first_byte, stop, stride_bytes)]

@@ -44,7 +44,9 @@ class RankedConnectors:
         self, kv_cache: torch.Tensor, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]
     ) -> ConnectorFacts:
         layout = replace(layout, tensor_parallel_size=self._num_ranks)
-        self.parts = [kv_cache[:, :, :, heads.start : heads.stop] for heads in layout.heads_by_rank]
+        self.parts = [
+            kv_cache[:, layers.start : layers.stop, :, heads.start : heads.stop] for layers, heads in layout.shards
+        ]
         if self._of_ranks[0] is not None:  # a rank's own memory, where bytes are written by address
             self.parts = [part.contiguous() for part in self.parts]
         if self._staged is not None:

@@ -26,6 +26,7 @@ class ThreadExecutor:
 
     runs_ahead = False
     rank_figures = ()
+    max_concurrent_batches = 1
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config)

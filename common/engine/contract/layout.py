@@ -8,6 +8,7 @@ lies there is the same whatever the degree of the engine that wrote it. Pure dat
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -26,17 +27,39 @@ class KVLayout:
 
     block_size: int  # tokens
     groups: tuple[KVGroupSpec, ...]  # with the heads of the whole model
-    tensor_parallel_size: int = 1  # ranks, see heads_by_rank
+    tensor_parallel_size: int = 1  # ranks of each stage, see heads_by_rank
+    layers_by_stage: tuple[int, ...] = ()  # layers of a block in each stage of a pipeline; empty: there is one
 
     @property
     def of_store(self) -> KVLayout:
         """The same KV in a store."""
-        return replace(self, tensor_parallel_size=1)
+        return replace(self, tensor_parallel_size=1, layers_by_stage=())
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages together."""
+        return self.tensor_parallel_size * max(1, len(self.layers_by_stage))
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What each rank has of a block, stage by stage. Raises IncompatiblePeerError if heads or layers cannot be
+        divided."""
+        heads = self.heads_by_rank
+        return [Shard(layers, each) for layers in self._runs_of_layers for each in heads]
+
+    @property
+    def _runs_of_layers(self) -> list[range]:
+        num_layers = len(self.groups[0].layers)
+        counts = self.layers_by_stage or (num_layers,)
+        if min(counts) < 1 or sum(counts) != num_layers or len(counts) * self.tensor_parallel_size > MAX_RANKS:
+            problem = f"layers_by_stage: {num_layers} layers cannot be divided into stages of {list(counts)}"
+            raise IncompatiblePeerError(problem, param="layers_by_stage")
+        return [range(stop - count, stop) for count, stop in zip(counts, itertools.accumulate(counts), strict=True)]
 
     @property
     def heads_by_rank(self) -> list[range]:
-        """The KV heads that each rank has: an equal part of all, or, of fewer heads than ranks, one that others have,
-        too. Raises IncompatiblePeerError if the heads cannot be divided."""
+        """The KV heads that each rank of a stage has: an equal part of all, or, of fewer heads than ranks, one that
+        others have, too. Raises IncompatiblePeerError if the heads cannot be divided."""
         num_heads, num_ranks = self.num_kv_heads, self.tensor_parallel_size
         if not 1 <= num_ranks <= MAX_RANKS or (num_heads % num_ranks and num_ranks % num_heads):
             problem = f"tensor_parallel_size: {num_heads} KV heads cannot be divided among {num_ranks} ranks"
@@ -59,20 +82,35 @@ class KVLayout:
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:LAYOUT_DIGEST_BYTES]
 
 
-class MappedPart(NamedTuple):
-    """A part of each block: KV heads that go from one rank's cache to another's. The first heads are counted in each
-    rank's own cache."""
+class Shard(NamedTuple):
+    """What a rank has of each block."""
 
-    producer_rank: int
-    consumer_rank: int
-    producer_head: int
-    consumer_head: int
+    layers: range  # of the block: places in a group's `layers`
+    heads: range
+
+
+class Part(NamedTuple):
+    """Layers and KV heads of a block; the first are counted in a rank's own cache."""
+
+    layer: int
+    num_layers: int
+    head: int
     num_heads: int
 
 
+class MappedPart(NamedTuple):
+    """A part of each block that goes from one rank's cache to another's."""
+
+    producer_rank: int
+    consumer_rank: int
+    source: Part  # in the producer's cache
+    target: Part  # the same in the consumer's
+
+
 def map_layouts(producer: KVLayout, consumer: KVLayout) -> tuple[MappedPart, ...]:
-    """The parts in which a block goes from one engine, or store, to another, by rank and head of the consumer. Each
-    head of each of the consumer's ranks comes in one part; if several of the producer's ranks have it, they take turns.
+    """The parts in which a block goes from one engine, or store, to another, by rank, layer and head of the consumer.
+    Each head of a layer of each of the consumer's ranks comes in one part; if several of the producer's ranks have it,
+    they take turns.
     Raises IncompatiblePeerError that names what differs or cannot be divided."""
     _check_equal("block_size", producer.block_size, consumer.block_size)
     _check_equal("num_kv_groups", len(producer.groups), len(consumer.groups))
@@ -80,16 +118,25 @@ def map_layouts(producer: KVLayout, consumer: KVLayout) -> tuple[MappedPart, ...
         if group != wanted:
             for field in fields(KVGroupSpec):
                 _check_equal(field.name, getattr(group, field.name), getattr(wanted, field.name))
-    sources, targets = producer.heads_by_rank, consumer.heads_by_rank
+    sources, targets = producer.shards, consumer.shards
     copies = sources.count(sources[0])  # of each head
     parts = []
     for rank, target in enumerate(targets):
         for source_rank in range(rank % copies, len(sources), copies):
             source = sources[source_rank]
-            first, stop = max(source.start, target.start), min(source.stop, target.stop)
-            if first < stop:
-                parts.append(MappedPart(source_rank, rank, first - source.start, first - target.start, stop - first))
+            layers, heads = _common(source.layers, target.layers), _common(source.heads, target.heads)
+            if layers and heads:
+                of_source, of_target = _in_cache(source, layers, heads), _in_cache(target, layers, heads)
+                parts.append(MappedPart(source_rank, rank, of_source, of_target))
     return tuple(parts)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _in_cache(shard: Shard, layers: range, heads: range) -> Part:
+    return Part(layers.start - shard.layers.start, len(layers), heads.start - shard.heads.start, len(heads))
 
 
 def _check_equal(name: str, of_producer: object, of_consumer: object) -> None:

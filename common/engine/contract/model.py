@@ -18,7 +18,7 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int  # the model's own limit
     eos_token_ids: frozenset[int]
-    bytes_per_block: int  # the same in all groups
+    bytes_per_block: int  # of a rank, the same in all groups
     available_kv_bytes: int  # for the KV cache, from settings and measured free memory
     device: str
     dtype: str

@@ -7,23 +7,32 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_PLACE = struct.Struct("<HHH")
-_PART = struct.Struct("<HHH16s")
+from common.engine.contract.layout import Part
+
+_PLACE = struct.Struct("<HHHHH")
+_PART = struct.Struct("<HHHHH16s")
 _LENGTH = struct.Struct("<I")
 
 
 class PartDigest(NamedTuple):
-    """The digest of a part of a block: of KV heads of one of the consumer's ranks."""
+    """The digest of a part of a block: of layers and KV heads of one of the consumer's ranks."""
 
     consumer_rank: int
-    head: int  # the first, in the rank's own cache
+    layer: int  # the first, in the rank's own cache; the others see Part
+    num_layers: int
+    head: int
     num_heads: int
     digest: bytes  # 16 bytes
 
+    @property
+    def part(self) -> Part:
+        """What it is of."""
+        return Part(*self[1:5])
 
-def encode_place(consumer_rank: int, head: int, num_heads: int) -> bytes:
+
+def encode_place(consumer_rank: int, part: Part) -> bytes:
     """The place of a part, for many blocks: it is followed by the digest in an encoded PartDigest."""
-    return _PLACE.pack(consumer_rank, head, num_heads)
+    return _PLACE.pack(consumer_rank, *part)
 
 
 def encode_digests(parts: Iterable[PartDigest]) -> bytes:
@@ -31,18 +40,21 @@ def encode_digests(parts: Iterable[PartDigest]) -> bytes:
     return b"".join(_PART.pack(*part) for part in parts)
 
 
-def digests_of_rank(encoded: bytes, rank: int, num_heads: int) -> list[PartDigest]:
-    """The digests of the parts that make up a block of `num_heads` heads of this rank of the consumer, by head. Empty
-    if they do not."""
+def digests_of_rank(encoded: bytes, rank: int, num_layers: int, num_heads: int) -> list[PartDigest]:
+    """The digests of the parts that make up a block of so many layers and heads of this rank of the consumer, by layer
+    and head. Empty if they do not."""
     if len(encoded) % _PART.size:
         return []
     parts = sorted(part for part in map(PartDigest._make, _PART.iter_unpack(encoded)) if part.consumer_rank == rank)
-    next_head = 0
+    layer = head = run = 0  # parts of the same `run` layers have all heads
     for part in parts:
-        if part.head != next_head or not part.num_heads:
+        run = run if head else part.num_layers
+        if (part.layer, part.num_layers, part.head) != (layer, run, head) or not run or not part.num_heads:
             return []
-        next_head += part.num_heads
-    return parts if next_head == num_heads else []
+        head += part.num_heads
+        if head == num_heads:
+            layer, head = layer + run, 0
+    return parts if (layer, head) == (num_layers, 0) else []
 
 
 def encode_address(address: bytes) -> bytes:

@@ -26,6 +26,11 @@ class Executor(Protocol):
         be ahead in this way."""
 
     @property
+    def max_concurrent_batches(self) -> int:
+        """How many steps may be under way at once, of different requests or of later tokens of the same prompt: one for
+        each stage of a pipeline."""
+
+    @property
     def num_failed_recordings(self) -> int:
         """How often decode steps that were recorded, to be run as one call, computed something else than kernel by
         kernel. They are not used."""

@@ -20,7 +20,7 @@ import torch
 from common.engine.config import EngineConfig
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.kv_groups import KVGroupSpec
-from common.engine.contract.layout import KVLayout, MappedPart, map_layouts
+from common.engine.contract.layout import KVLayout, MappedPart, Part, map_layouts
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.parts import (
@@ -210,8 +210,8 @@ class DirectMemoryConnector:
         num_ok = 0
         for block_id, digests in zip(transfer.block_ids, transfer.digests, strict=True):
             block = self._kv_cache[block_id]
-            parts = digests_of_rank(digests, self._rank, block.shape[2])
-            if not parts or any(_digest(block, part.head, part.num_heads) != part.digest for part in parts):
+            parts = digests_of_rank(digests, self._rank, block.shape[0], block.shape[2])
+            if not parts or any(_digest(block, each.part) != each.digest for each in parts):
                 break
             num_ok += 1
         self._settle(transfer.job_id, num_ok, "" if num_ok == len(transfer.block_ids) else "block_corrupt")
@@ -226,10 +226,9 @@ class DirectMemoryConnector:
             self._settle(transfer.job_id, 0, "transfer")
             return
         parts = [part for part in map_layouts(self._layout, found[0].layout) if part.producer_rank == self._rank]
-        for part in parts:
-            source = self._kv_cache.narrow(3, part.producer_head, part.num_heads)
-            target = found[part.consumer_rank].kv_cache.narrow(3, part.consumer_head, part.num_heads)
-            target[list(destination.block_ids)] = source[list(transfer.block_ids)]
+        for each in parts:
+            target = _narrow(found[each.consumer_rank].kv_cache, each.target)
+            target[list(destination.block_ids)] = _narrow(self._kv_cache, each.source)[list(transfer.block_ids)]
         digests = tuple(self._digests(self._kv_cache[block_id], parts) for block_id in transfer.block_ids)
         self._settle(transfer.job_id, len(digests), digests=digests)
 
@@ -251,8 +250,7 @@ class DirectMemoryConnector:
 
     def _digests(self, block: torch.Tensor, parts: Sequence[MappedPart]) -> bytes:
         return encode_digests(
-            PartDigest(rank, head, num_heads, _digest(block, own_head, num_heads))
-            for _, rank, own_head, head, num_heads in parts
+            PartDigest(part.consumer_rank, *part.target, _digest(block, part.source)) for part in parts
         )
 
     def _settle(self, job_id: int, num_ok: int, error: str = "", digests: tuple[bytes, ...] = ()) -> None:
@@ -260,9 +258,13 @@ class DirectMemoryConnector:
         self._on_settled()
 
 
-def _digest(block: torch.Tensor, head: int, num_heads: int) -> bytes:
-    """Of these heads of a block [1, 2, heads, block_size, 1]."""
-    return hashlib.blake2b(block.narrow(2, head, num_heads).numpy().tobytes(), digest_size=16).digest()
+def _narrow(blocks: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part of blocks [blocks, layers, 2, heads, block_size, 1]."""
+    return blocks.narrow(1, part.layer, part.num_layers).narrow(3, part.head, part.num_heads)
+
+
+def _digest(block: torch.Tensor, part: Part) -> bytes:
+    return hashlib.blake2b(_narrow(block[None], part).numpy().tobytes(), digest_size=16).digest()
 
 
 class FakeExecutor:
@@ -270,7 +272,8 @@ class FakeExecutor:
     `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Several ranks
     get steps and transfers encoded; `connectors_of_others`: of all ranks but the first, unless `connector` is a store
     or a DirectMemoryConnector. Executors of one `num_kv_heads` (default: one for each rank) hand over to each other,
-    whatever their ranks. `drafts`: steps verify what a FakeProposer proposes; not for executors that run ahead."""
+    whatever their ranks. `layers_by_stage`: of `num_layers`; each stage has `num_ranks`. `drafts`: steps verify what a
+    FakeProposer proposes; not for executors that run ahead."""
 
     def __init__(
         self,
@@ -288,14 +291,21 @@ class FakeExecutor:
         position_dims: int = 1,
         num_ranks: int = 1,
         num_kv_heads: int | None = None,
+        num_layers: int = 1,
+        layers_by_stage: tuple[int, ...] = (),
         drafts: Accuracy | None = None,
     ) -> None:
         num_kv_heads = num_kv_heads or num_ranks
-        groups = tuple(replace(each, num_kv_heads=num_kv_heads) for each in groups)
-        bytes_per_block = 2 * max(1, num_kv_heads // num_ranks) * block_size * 4
+        groups = tuple(
+            replace(each, num_kv_heads=num_kv_heads, layers=tuple(range(first, first + num_layers)))
+            for first, each in zip(itertools.count(0, num_layers), groups, strict=False)
+        )
+        layout = KVLayout(block_size, groups, num_ranks, layers_by_stage)
+        of_rank = max(layers_by_stage, default=num_layers) * max(1, num_kv_heads // num_ranks)
+        bytes_per_block = 2 * of_rank * block_size * 4
         self._facts = ModelFacts(
             fingerprint=FAKE_FINGERPRINT,
-            layout=KVLayout(block_size, groups, num_ranks),
+            layout=layout,
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
@@ -307,16 +317,17 @@ class FakeExecutor:
         )
         self._staged: StagedStore | None = None
         self._connectors: list[WorkerConnector] = [connector or MemoryConnector()]
-        if num_ranks > 1:
+        if layout.num_ranks > 1:
             self._split(self._connectors[0], connectors_of_others)
         self._workers: list[Worker] = [
             FakeWorker(self._facts, rank, each, self._proposer(drafts)) for rank, each in enumerate(self._connectors)
         ]
-        if num_ranks > 1:
+        if layout.num_ranks > 1:
             self._workers = [EncodedWorker(worker) for worker in self._workers]
         self._step_s = step_s
         self._phases = PhaseClock()
         self.runs_ahead = runs_ahead
+        self.max_concurrent_batches = 1
         self.num_failed_recordings = 0  # for tests to set
         self.rank_figures: tuple[RankFigures, ...] = ()  # for tests to set
         self.steps: list[SchedulerOutput] = []  # for tests: the last steps, oldest first
@@ -324,7 +335,7 @@ class FakeExecutor:
 
     def _split(self, connector: WorkerConnector, of_others: Sequence[WorkerConnector]) -> None:
         """Gives each rank its part of the connector."""
-        num_others = self._facts.layout.tensor_parallel_size - 1
+        num_others = self._facts.layout.num_ranks - 1
         direct, whole = connector.split()
         of_ranks: list[WorkerConnector | None] = [direct, *(each.split().per_rank for each in of_others)]
         if not of_others:
@@ -357,7 +368,7 @@ class FakeExecutor:
         return self._facts
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates [num_blocks, 1, 2, heads, block_size, 1] on each rank."""
+        """Allocates [num_blocks, layers, 2, heads, block_size, 1] on each rank."""
         for worker in self._workers:
             worker.initialize_kv_cache(num_blocks)
 

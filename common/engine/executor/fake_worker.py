@@ -1,6 +1,6 @@
 """The workers of a FakeExecutor.
 
-The "KV" of a token is its id and its position. Of both, each KV head holds its share: the shares of all heads add up.
+The "KV" of a token is its id and its position. Of both, each KV head of each layer holds its share: they add up.
 So do the ranks' sums over what a request reads, from which its next token follows: no rank knows it alone.
 """
 
@@ -36,7 +36,7 @@ class Worker(Protocol):
     """One rank. Called in this order: `initialize_kv_cache`, `open_connector`, then both others for each step."""
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates [num_blocks, 1, 2, heads, block_size, 1]."""
+        """Allocates [num_blocks, layers, 2, heads, block_size, 1]."""
 
     def open_connector(self, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]) -> OpenConnector:
         """See Executor."""
@@ -65,16 +65,19 @@ class FakeWorker:
         self._proposer = proposer
         self._drafts: dict[RequestId, list[int]] = {}  # of the step
         self._requests: dict[RequestId, _FakeRequest] = {}
-        heads_by_rank = facts.layout.heads_by_rank
-        self._heads = np.array(heads_by_rank[rank])[:, None]  # [heads, 1]
-        self._adds = heads_by_rank.index(heads_by_rank[rank]) == rank  # of ranks with the same head, the first counts
-        self._slots: npt.NDArray[np.float32] = np.empty((0, 2, 0, self._block_size), dtype=np.float32)
+        layout = facts.layout
+        shards = layout.shards
+        layers, heads = np.array(shards[rank].layers), np.array(shards[rank].heads)
+        self._places = layers[:, None] * layout.num_kv_heads + heads  # [layers, heads], of all
+        self._num_places = len(layout.groups[0].layers) * layout.num_kv_heads
+        self._adds = shards.index(shards[rank]) == rank  # of ranks with the same head, the first counts
+        self._slots: npt.NDArray[np.float32] = np.empty((0, 0, 2, 0, self._block_size), dtype=np.float32)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Worker."""
-        num_heads = len(self._heads)
-        self._kv_cache = torch.zeros(num_blocks, 1, 2, num_heads, self._block_size, 1)
-        self._slots = self._kv_cache.view(num_blocks, 2, num_heads, self._block_size).numpy()
+        num_layers, num_heads = self._places.shape
+        self._kv_cache = torch.zeros(num_blocks, num_layers, 2, num_heads, self._block_size, 1)
+        self._slots = self._kv_cache.squeeze(-1).numpy()
 
     def open_connector(self, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]) -> OpenConnector:
         """See Worker."""
@@ -141,14 +144,14 @@ class FakeWorker:
             if end > len(table) * self._block_size:
                 raise ValueError(f"{end} tokens do not fit {len(table)} blocks")
             blocks, offsets = table[places // self._block_size], places % self._block_size
-            self._slots[blocks, 0, :, offsets] = token_ids
-            self._slots[blocks, 1, :, offsets] = positions
+            self._slots[blocks, :, 0, :, offsets] = token_ids
+            self._slots[blocks, :, 1, :, offsets] = positions
         request.num_computed_tokens = end
 
     def _shares(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[tokens, heads]"""
-        shares: npt.NDArray[np.int64] = (values + self._heads) // self._facts.layout.num_kv_heads
-        return shares.T
+        """[tokens, layers, heads]"""
+        shares: npt.NDArray[np.int64] = (values[:, None, None] + self._places) // self._num_places
+        return shares
 
     def _sums(self, request_id: RequestId, request: _FakeRequest) -> list[int]:
         end = request.num_computed_tokens
@@ -167,7 +170,7 @@ class FakeWorker:
         """What is in the slots of tokens [start, end): the rank's share of their ids, and of their positions."""
         first = start // self._block_size
         blocks = table[first : -(-end // self._block_size)]
-        shares = self._slots[blocks].sum(axis=2) * self._adds  # [blocks, 2, block_size]
+        shares = self._slots[blocks].sum(axis=(1, 3)) * self._adds  # [blocks, 2, block_size]
         seen = shares.transpose(1, 0, 2).reshape(2, -1)
         read: npt.NDArray[np.uint64] = seen.astype(np.uint64)
         return read[:, start - first * self._block_size : end - first * self._block_size]

@@ -19,11 +19,12 @@ class InprocExecutor:
     """See Executor."""
 
     rank_figures = ()
+    max_concurrent_batches = 1
 
     def __init__(self, config: EngineConfig) -> None:
-        if (num_ranks := config.parallel.tensor_parallel_size) > 1:
-            setting = "tensor_parallel_size"
-            raise ConfigError(f"{setting}: {num_ranks}, but executor inproc has one rank", param=setting)
+        for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(config.parallel, setting)) > 1:
+                raise ConfigError(f"{setting}: {size}, but executor inproc has one rank", param=setting)
         self._worker = Worker(config)
 
     def share_phases(self, phases: PhaseClock) -> None:

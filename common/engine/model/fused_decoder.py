@@ -31,6 +31,7 @@ from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
 from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
 from common.engine.model.probe import ProbedModel
 from common.engine.model.ranks import together
+from common.engine.model.stages import Stage
 from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_bias
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -45,38 +46,38 @@ _PROBED_BLOCK = 16  # block size of the cache that the probe runs with
 class FusedDecoder:
     """A causal language model; called on one thread."""
 
-    def __init__(self, model: Any, probed: ProbedModel, operators: Operators) -> None:
+    def __init__(self, model: Any, probed: ProbedModel, operators: Operators, stage: Stage) -> None:
         base = model.model
         self._operators = operators
-        self._embed = _embedding(operators, base.embed_tokens)
+        self._begin = _embedding(operators, base.embed_tokens) if stage.is_first else _continued(model.dtype)
         self._rotary = _RotaryTables(base.rotary_emb, model.device)
-        parts = zip(list(base.layers), probed.attention_args, probed.num_heads, strict=True)
+        parts = zip(stage.layers, probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
-        for index, (layer, args, num_heads) in enumerate(parts):
-            self._layers.append(_Layer.of(layer, args, num_heads, operators))
+        for index, args, num_heads in parts:
+            self._layers.append(_Layer.of(base.layers[index], args, num_heads, operators))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
-        self._final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), model.dtype)
-        self._head = _linear(operators, model.lm_head)
+        self._end = _logits(operators, base.norm, model) if stage.is_last else torch.add
         model.lm_head = nn.Identity()
 
     @torch.inference_mode()
     def __call__(
         self,
-        input_ids: torch.Tensor,
+        inputs: torch.Tensor,
         positions: torch.Tensor,
         batch: AttentionMetadata,
         attention: ProjectionAttention,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [len(wanted), vocabulary] of the `wanted` ones of `num_tokens` tokens; None: of all."""
-        hidden, delta = self._embed(input_ids)
-        sizes = self._operators.split(len(input_ids))
+        """Logits [len(wanted), vocabulary] of the `wanted` ones of `num_tokens` tokens; None: of all. Of a stage that
+        is not the last: the residual stream. `inputs` are token ids, or the residual stream of the stage before."""
+        hidden, delta = self._begin(inputs)
+        sizes = self._operators.split(len(inputs))
         attended = self._attend(hidden, delta, sizes, attention, batch, positions)
         if wanted is not None:  # of the last layer's other tokens, only keys and values are needed
             hidden, attended = hidden[wanted], attended[wanted]
             sizes = self._operators.split(len(wanted))
         delta = _in_parts(sizes, self._layers[-1].finish, hidden, attended)
-        return self._head(self._final_norm(hidden, delta))
+        return self._end(hidden, delta)
 
     def _attend(
         self,
@@ -87,7 +88,7 @@ class FusedDecoder:
         batch: AttentionMetadata,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """From the embeddings to the last layer's attention, whose result it returns. In each layer the batch goes
+        """From the beginning to the last layer's attention, whose result it returns. In each layer the batch goes
         through in parts of `sizes` tokens, which stay in the cores' caches from one operator to the next."""
         attention.begin_parts(batch.split(sizes))
         rotaries = self._rotary.at(positions, max(batch.seq_lens)).split(sizes)
@@ -100,15 +101,15 @@ class FusedDecoder:
                 results[part] = result if following is None else layer.advance(following, stream, result)
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def probe(self, token_ids: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-        """Logits [tokens, vocabulary] in float32 of at most 16 tokens, computed as a prompt in two chunks and two
+    def probe(self, inputs: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+        """Results in float32 of at most 16 tokens, computed as a prompt in two chunks and two
         decodes, so that each kernel takes part."""
-        device = token_ids.device
+        device = inputs.device
         kv_cache = torch.zeros((2, *spec.block_shape(_PROBED_BLOCK)), dtype=spec.dtype, device=device)
         attention = self._operators.attention(kv_cache)
-        num_tokens = len(token_ids)
+        num_tokens = len(inputs)
         ends = [num_tokens // 2, num_tokens - 2, num_tokens - 1, num_tokens]
-        logits = []
+        outputs = []
         for start, end in zip([0, *ends], ends, strict=False):
             positions = torch.arange(start, end, device=device)
             batch = AttentionMetadata(
@@ -119,30 +120,30 @@ class FusedDecoder:
                 block_tables=torch.ones((1, 1), dtype=torch.int64, device=device),
                 slot_mapping=_PROBED_BLOCK + positions,
             )
-            logits.append(self(token_ids[start:end], positions, batch, attention, None))
-        return torch.cat(logits).float()
+            outputs.append(self(inputs[start:end], positions, batch, attention, None))
+        return torch.cat(outputs).float()
 
 
-def can_fuse(model: Any, operators: Operators) -> bool:
+def can_fuse(model: Any, operators: Operators, stage: Stage) -> bool:
     """True if the model consists of the parts that a fused decoder has."""
     base: Any = getattr(model, "model", None)
     if not _has_parts(model, {"model", "lm_head"}) or not _has_parts(base, _MODEL_PARTS):
         return False
     return (
         operators.supports(model)
-        and type(_local(base.embed_tokens)) is nn.Embedding
-        and _gives_all(model.lm_head)
-        and all(_is_known_layer(layer) for layer in base.layers)
-        and all(rms_norm_of(norm) is not None for norm in _norms(base))
+        and (not stage.is_first or type(_local(base.embed_tokens)) is nn.Embedding)
+        and (not stage.is_last or _gives_all(model.lm_head))
+        and all(_is_known_layer(base.layers[index]) for index in stage.layers)
+        and all(rms_norm_of(norm) is not None for norm in _norms(base, stage))
     )
 
 
-def fuse_decoder(model: Any, probed: ProbedModel, operators: Operators, ranks: Ranks) -> FusedDecoder:
+def fuse_decoder(model: Any, probed: ProbedModel, operators: Operators, ranks: Ranks, stage: Stage) -> FusedDecoder:
     """Takes the layers out of a model that can be fused, and returns its fused form. Raises ModelLoadError if that
     computes something else. It fails on all ranks or on none."""
     with together(ranks):
-        decoder = FusedDecoder(model, probed, operators)
-    probed.check("the fused decoder", decoder.probe(probed.token_ids, probed.spec))
+        decoder = FusedDecoder(model, probed, operators, stage)
+    probed.check("the fused decoder", decoder.probe(probed.inputs, probed.spec))
     return decoder
 
 
@@ -259,6 +260,22 @@ def _embedding(operators: Operators, module: nn.Module) -> Embed:
     return embed
 
 
+def _continued(dtype: torch.dtype) -> Embed:
+    """Takes the residual stream of the stage before."""
+
+    def begin(stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = stream.to(torch.float32, copy=True)  # it is written to
+        return hidden, torch.zeros_like(hidden, dtype=dtype)
+
+    return begin
+
+
+def _logits(operators: Operators, norm: nn.Module, model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(norm)), model.dtype)
+    head = _linear(operators, model.lm_head)
+    return lambda hidden, delta: head(final_norm(hidden, delta))
+
+
 def _has_parts(module: Any, names: set[str]) -> bool:
     """True if these are all that the module consists of."""
     if not isinstance(module, nn.Module) or dict(module.named_parameters(recurse=False)):
@@ -266,9 +283,9 @@ def _has_parts(module: Any, names: set[str]) -> bool:
     return {name for name, _ in module.named_children()} == names
 
 
-def _norms(base: Any) -> list[nn.Module]:
+def _norms(base: Any, stage: Stage) -> list[nn.Module]:
     found: list[nn.Module] = [base.norm]
-    for layer in base.layers:
+    for layer in (base.layers[index] for index in stage.layers):
         found += [layer.input_layernorm, layer.post_attention_layernorm]
         found += [norm for name, norm in layer.self_attn.named_children() if name in _HEAD_NORMS]
     return found

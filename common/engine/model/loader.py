@@ -31,6 +31,8 @@ from common.engine.model.parallel_plan import heads_of, refused
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.model.rank_loader import load_rank
 from common.engine.model.ranks import together
+from common.engine.model.stage_links import OneStage, StageLinks
+from common.engine.model.stages import Stage, whole_model
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -41,6 +43,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
 _EXPECTED_SHARE = 0.5  # of the weights, that quantisation covers
 _ONE_RANK = OneRank()
+_ONE_STAGE = OneStage()
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -49,6 +52,7 @@ class LoadedModel:
     """A model ready to run with paged attention."""
 
     model: Any  # a transformers PreTrainedModel in eval mode; without layers if there is a `decoder`
+    stage: Stage  # of the model, that is here
     decoder: FusedDecoder | None  # computes the same, on kernels of our own
     kernels: Kernels
     kernels_failed: bool  # compiled kernels would do, but computed something else
@@ -69,6 +73,11 @@ class LoadedModel:
     directory: Path
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
+    @property
+    def layers_by_stage(self) -> tuple[int, ...]:
+        """See KVLayout."""
+        return tuple(map(len, self.stage.runs)) if len(self.stage.runs) > 1 else ()
+
 
 def load_model(
     config: ModelConfig,
@@ -76,6 +85,7 @@ def load_model(
     group_layers: GroupLayers = all_in_one,
     ranks: Ranks = _ONE_RANK,
     experts: ExpertRanks | None = None,
+    links: StageLinks = _ONE_STAGE,
 ) -> LoadedModel:
     """Load the rank's part of `config.model`, a local directory or a hub id. `experts`: among which experts are cut
     whole. Raises ModelLoadError, or ConfigError for
@@ -84,7 +94,7 @@ def load_model(
     directory = model_directory(config)
     raw_config = _read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
-    is_cut = ranks.size > 1 or experts is not None
+    is_cut = ranks.size > 1 or links.num_stages > 1 or experts is not None
     if is_cut:
         _check_weights(config, raw_config)
     weight_files = _find_weights(directory)
@@ -98,12 +108,15 @@ def load_model(
         )
     with _quiet_transformers():
         found = _load_and_probe(
-            _Source(directory, weight_files, config, device, quantized, ranks, experts), group_layers
+            _Source(directory, weight_files, config, device, quantized, ranks, experts, links), group_layers
         )
-    model, probed = found.model, found.probed
+    model, stage, probed = found.model, found.stage, found.probed
     if quantized is not None or is_cut:  # else weights that were given up are of mapped files
         _return_freed_memory()
     kv_groups = group_layers(probed)
+    kv_spec = replace(probed.spec, num_layers=len(kv_groups[0].layers))
+    if links.num_stages > 1:  # whose layers are in one group
+        kv_groups = tuple(replace(group, layers=tuple(range(stage.num_layers))) for group in kv_groups)
     if ranks.size > 1:
         kv_groups = _of_all_ranks(kv_groups, model, probed, ranks.size)
     text_config = model.config.get_text_config()
@@ -111,6 +124,7 @@ def load_model(
     row_sampler, sampler_failed = _row_sampler(device, vocab_size, model.dtype)
     return LoadedModel(
         model=model,
+        stage=stage,
         decoder=found.decoder,
         kernels=found.kernels,
         kernels_failed=found.kernels_failed or sampler_failed,
@@ -121,7 +135,7 @@ def load_model(
         ranks=ranks,
         dtype=model.dtype,
         kv_groups=kv_groups,
-        kv_spec=replace(probed.spec, num_layers=len(kv_groups[0].layers)),
+        kv_spec=kv_spec,
         attention_modules=[] if found.decoder else probed.attention_modules,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
@@ -246,11 +260,12 @@ class _Source(NamedTuple):
     quantized: type[QuantizedLinear] | None
     ranks: Ranks
     experts: ExpertRanks | None
+    links: StageLinks
 
     @property
     def is_cut(self) -> bool:
         """Whether this rank has a part of the model."""
-        return self.ranks.size > 1 or self.experts is not None
+        return self.ranks.size > 1 or self.links.num_stages > 1 or self.experts is not None
 
     @property
     def all_ranks(self) -> Ranks:
@@ -260,6 +275,7 @@ class _Source(NamedTuple):
 
 class _Probed(NamedTuple):
     model: Any
+    stage: Stage
     probed: ProbedModel
     decoder: FusedDecoder | None
     kernels: Kernels
@@ -268,9 +284,9 @@ class _Probed(NamedTuple):
 
 def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     device, batch_invariant = source.device, source.config.batch_invariant
-    model = _load(source)
+    model, stage = _load(source)
     operators = device.operators()
-    probed = probe_model(model) if operators is not None and can_fuse(model, operators) else None
+    probed = probe_model(model, stage) if operators is not None and can_fuse(model, operators, stage) else None
     if probed is not None and len(group_layers(probed)) > 1:
         probed = None  # a fused decoder takes one block table
     if batch_invariant and probed is None:
@@ -281,9 +297,8 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     failed = False
     if operators is not None and probed is not None:
         try:
-            return _Probed(
-                model, probed, fuse_decoder(model, probed, operators, source.ranks), "fused", kernels_failed=False
-            )
+            decoder = fuse_decoder(model, probed, operators, source.ranks, stage)
+            return _Probed(model, stage, probed, decoder, "fused", kernels_failed=False)
         except EngineDeadError:
             raise
         except Exception as error:  # the decoder differs, or whatever a compiler raises
@@ -292,15 +307,15 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
                 raise ConfigError(reason, param="batch_invariant") from error
             _warn_of_kernels(error)
             failed = True
-            model = _load(source)
+            model, stage = _load(source)
     if not failed:
         try:
             device.compile_linears(model)
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
             _warn_of_kernels(error)
             failed = True
-            model = _load(source)
-    model, probed = _probe_packed(source, model, compiles=not failed)
+            model, stage = _load(source)
+    model, stage, probed = _probe_packed(source, model, stage, compiles=not failed)
     attends = False
     if not failed:
         try:
@@ -311,35 +326,35 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
             _warn_of_kernels(error)
             failed = True
-    return _Probed(model, probed, None, "attention" if attends else "torch", failed)
+    return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed)
 
 
 def _warn_of_kernels(error: Exception) -> None:
     logger.warning("using torch's operators instead of compiled kernels: %s", _first_line(error))
 
 
-def _probe_packed(source: _Source, model: Any, *, compiles: bool) -> tuple[Any, ProbedModel]:
+def _probe_packed(source: _Source, model: Any, stage: Stage, *, compiles: bool) -> tuple[Any, Stage, ProbedModel]:
     """With the model's norms and linear layers replaced where that is possible."""
     if source.device.pack(model):
         try:
-            return model, probe_model(model)
+            return model, stage, probe_model(model, stage)
         except ModelLoadError:  # perhaps because the architecture reads a replaced layer's weight itself
-            model = _load(source)
+            model, stage = _load(source)
             if compiles:
                 source.device.compile_linears(model)
-    return model, probe_model(model)
+    return model, stage, probe_model(model, stage)
 
 
-def _load(source: _Source) -> Any:
-    model = _loaded(source)
+def _load(source: _Source) -> tuple[Any, Stage]:
+    model, stage = _loaded(source)
     if source.quantized is not None:
         share = quantize_linears(model, source.quantized)
         if share < _EXPECTED_SHARE:  # experts, or layers that are not torch's linear ones
             logger.warning("quantization covers only %.0f %% of the weights of %s", 100 * share, type(model).__name__)
-    return model
+    return model, stage
 
 
-def _loaded(source: _Source) -> Any:
+def _loaded(source: _Source) -> tuple[Any, Stage]:
     directory = source.directory
     try:
         model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -347,9 +362,12 @@ def _loaded(source: _Source) -> Any:
             raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
         dtype = _resolve_dtype(source.config, model_config, source.device)
         if source.is_cut:
-            model = load_rank(directory, source.weight_files, model_config, dtype, source.ranks, source.experts)
+            model, stage = load_rank(
+                directory, source.weight_files, model_config, dtype, source.ranks, source.experts, source.links
+            )
         else:
             model = _from_pretrained(directory, model_config, dtype)
+            stage = whole_model(model)
     except ConfigError:
         raise
     except KeyError as error:
@@ -358,7 +376,7 @@ def _loaded(source: _Source) -> Any:
         raise ModelLoadError(f"{directory} cannot be served: {reason}", param="model") from error
     except Exception as error:  # third-party code over user files: any exception means unusable
         raise ModelLoadError(f"{directory} cannot be loaded: {_first_line(error)}", param="model") from error
-    return model.to(source.device.torch_device).eval().requires_grad_(False)
+    return model.to(source.device.torch_device).eval().requires_grad_(False), stage
 
 
 def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> Any:

@@ -169,12 +169,17 @@ def _styles(model: Any) -> dict[str, str]:
     styles: dict[str, str] = {}
     for layer, planned in (*model.named_modules(), *model.named_parameters()):
         style = next((style for pattern, style in patterns if pattern.fullmatch(layer)), None)
-        if style is None or style in _WHOLE:
+        if style is None or style in _WHOLE or _is_elsewhere(planned):
             continue
         if not _is_supported(model, layer, planned, style):
             raise refused(f"the plan of {name} has style {style} for {layer}, which is not supported")
         styles[layer] = style
     return styles
+
+
+def _is_elsewhere(planned: object) -> bool:
+    """True for what stands in the place of a layer of another stage."""
+    return isinstance(planned, nn.Module) and next(planned.parameters(), None) is None
 
 
 def _is_supported(model: Any, layer: str, planned: object, style: str) -> bool:

@@ -20,6 +20,7 @@ from common.engine.model.attention_hook import (
     clear_layer_attention,
     set_layer_attention,
 )
+from common.engine.model.stages import Stage, check_stage
 from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12
@@ -36,12 +37,12 @@ class ProbedModel:
     attention_modules: list[torch.nn.Module]  # in layer order
     attention_args: list[AttentionArgs]  # the same
     num_heads: list[int]  # the same
-    token_ids: torch.Tensor  # that were computed
-    logits: torch.Tensor  # [tokens, vocabulary] float32, of the model's own attention
+    inputs: torch.Tensor  # that were computed, see Stage.forward
+    outputs: torch.Tensor  # the results in float32, of the model's own attention
 
-    def check(self, name: str, logits: torch.Tensor) -> None:
-        """Raises ModelLoadError if `logits` are not those of the model's own attention."""
-        _check_equal(name, logits, self.logits, self.spec.dtype)
+    def check(self, name: str, outputs: torch.Tensor) -> None:
+        """Raises ModelLoadError if `outputs` are not those of the model's own attention."""
+        _check_equal(name, outputs, self.outputs, self.spec.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,9 @@ class _Call:
     args: AttentionArgs
 
 
-def probe_model(model: Any) -> ProbedModel:
-    """Runs the probe. `model` is a transformers causal LM. Raises ModelLoadError if it cannot be served."""
+def probe_model(model: Any, stage: Stage) -> ProbedModel:
+    """Runs the probe. `model` is a transformers causal LM, or a stage of one. Raises ModelLoadError if it cannot be
+    served."""
     name = type(model).__name__
     text_config = model.config.get_text_config()
     layer_types = list(getattr(text_config, "layer_types", None) or [])
@@ -75,15 +77,16 @@ def probe_model(model: Any) -> ProbedModel:
         return _plain_attention(query, key, value, **arguments)
 
     modules = list(model.modules())
-    token_ids = torch.arange(_NUM_TOKENS, device=model.device) % int(text_config.vocab_size)
+    inputs = _inputs_of(model, stage, int(text_config.vocab_size))
     try:
         _set_attention(model, ATTENTION_NAME)
         for module in modules:
             set_layer_attention(module, record)
-        logits = _forward(model, token_ids)
-        spec = _spec_of(name, calls, text_config, layer_types)
+        outputs = _forward(model, stage, inputs)
+        spec = _spec_of(name, calls, stage, layer_types)
         _set_attention(model, "eager")
-        expected = _forward(model, token_ids)
+        expected = _forward(model, stage, inputs)
+        check_stage(model, stage)
     except ModelLoadError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, NotImplementedError) as error:
@@ -92,30 +95,31 @@ def probe_model(model: Any) -> ProbedModel:
         for module in modules:
             clear_layer_attention(module)
         _set_attention(model, ATTENTION_NAME)
-    _check_equal(name, logits, expected, spec.dtype)
+    _check_equal(name, outputs, expected, spec.dtype)
     return ProbedModel(
         spec,
         [call.module for call in calls],
         [call.args for call in calls],
         [call.num_heads for call in calls],
-        token_ids,
+        inputs,
         expected,
     )
 
 
-def _spec_of(name: str, calls: list[_Call], text_config: Any, layer_types: list[str]) -> KVSpec:
+def _spec_of(name: str, calls: list[_Call], stage: Stage, layer_types: list[str]) -> KVSpec:
     if not calls:
         raise ModelLoadError(f"{name} does not use transformers' attention interface", param="model")
-    if len(calls) != text_config.num_hidden_layers or len({id(call.module) for call in calls}) != len(calls):
+    if len(calls) != len(stage.layers) or len({id(call.module) for call in calls}) != len(calls):
         raise ModelLoadError(
-            f"{name} has {text_config.num_hidden_layers} layers but {len(calls)} attention calls; "
+            f"{name} has {len(stage.layers)} layers but {len(calls)} attention calls; "
             "only models with one attention per layer can be served",
             param="model",
         )
     shapes = {(call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
     if len(shapes) > 1:
         raise ModelLoadError(f"{name} caches different shapes per layer: {sorted(shapes)}", param="model")
-    for layer, (layer_type, call) in enumerate(zip(layer_types, calls, strict=False)):
+    own_types = layer_types[stage.layers.start : stage.layers.stop]
+    for layer, layer_type, call in zip(stage.layers, own_types, calls, strict=False):
         if (layer_type == "sliding_attention") != (call.args.sliding_window is not None):
             raise ModelLoadError(f"{name}: layer {layer} is {layer_type} but its attention disagrees", param="model")
     num_kv_heads, head_dim, value_head_dim = shapes.pop()
@@ -125,13 +129,19 @@ def _spec_of(name: str, calls: list[_Call], text_config: Any, layer_types: list[
     return KVSpec(len(calls), num_kv_heads, head_dim, value_head_dim, dtype)
 
 
-def _forward(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [tokens, vocabulary] in float32."""
-    positions = torch.arange(len(token_ids), device=token_ids.device)
+def _inputs_of(model: Any, stage: Stage, vocab_size: int) -> torch.Tensor:
+    if stage.is_first:
+        return torch.arange(_NUM_TOKENS, device=model.device) % vocab_size
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_NUM_TOKENS, stage.hidden_size, generator=generator)
+    return hidden.to(model.device, model.dtype)
+
+
+def _forward(model: Any, stage: Stage, inputs: torch.Tensor) -> torch.Tensor:
+    """Results in float32, see Stage.forward."""
+    positions = torch.arange(len(inputs), device=inputs.device)
     with torch.inference_mode():
-        output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-    logits: torch.Tensor = output.logits
-    return logits[0].float()
+        return stage.forward(model, inputs, positions[None], 0).float()
 
 
 def _set_attention(model: Any, name: str) -> None:

@@ -31,6 +31,8 @@ from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.expert_parallel import ExpertRanks, WholeExperts
 from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding
 from common.engine.model.parallel_plan import WHOLE_EXPERTS, Part, Place, RankPlan, heads_of, plan_of, refused
+from common.engine.model.stage_links import StageLinks
+from common.engine.model.stages import Stage, cut_stage, whole_model
 from common.errors import ModelLoadError
 
 
@@ -40,8 +42,9 @@ def load_rank(
     model_config: Any,
     dtype: torch.dtype,
     ranks: Ranks,
-    experts: ExpertRanks | None = None,
-) -> Any:
+    experts: ExpertRanks | None,
+    links: StageLinks,
+) -> tuple[Any, Stage]:
     """The rank's part of the model, on the host. `experts`: among which experts are cut whole. Raises ConfigError if
     the model cannot be cut, before weights are read, and ModelLoadError if they are not there."""
     with torch.device("meta"):
@@ -50,8 +53,10 @@ def load_rank(
         )
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
+    stage = cut_stage(model, links) if links.num_stages > 1 else whole_model(model)
     place = None if experts is None else Place(experts.ranks.rank, experts.ranks.size)
-    plan = plan_of(model, ranks.rank, ranks.size, place)
+    is_planned = ranks.size > 1 or experts is not None
+    plan = plan_of(model, ranks.rank, ranks.size, place) if is_planned else RankPlan({}, {}, [])
     conversions = _conversions(model, dtype)
     _compute_buffers(model)
     with _WeightFiles(weight_files, conversions) as files:
@@ -67,11 +72,12 @@ def load_rank(
             layer,
             CollectedExperts(local, ranks.all_reduce) if experts is None else _own_experts(local, layer, plan, experts),
         )
-    heads = heads_of(model_config, ranks.size)
-    for module in model.modules():
-        if hasattr(module, "num_key_value_groups"):
-            module.num_key_value_groups = heads.of_rank // heads.kv_of_rank
-    return model
+    if is_planned:
+        heads = heads_of(model_config, ranks.size)
+        for module in model.modules():
+            if hasattr(module, "num_key_value_groups"):
+                module.num_key_value_groups = heads.of_rank // heads.kv_of_rank
+    return model, stage
 
 
 def _own_experts(local: Any, layer: str, plan: RankPlan, experts: ExpertRanks) -> WholeExperts:
@@ -199,7 +205,7 @@ def _fill(model: Any, files: _WeightFiles, plan: RankPlan) -> None:
         raise ModelLoadError(f"{reason}; several ranks look for no others", param="model")
     for name in sorted(weights, key=lambda name: sources[name] != name):  # tied ones last
         source, part = sources[name], _part_of(name, plan)
-        if source != name and _same_rows(part, _part_of(source, plan)):
+        if source != name and source in weights and _same_rows(part, _part_of(source, plan)):
             tensor = model.get_parameter(source).detach()
             tensor = tensor if part is None else tensor[: part.stop - part.start + part.padding]
         else:

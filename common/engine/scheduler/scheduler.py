@@ -29,12 +29,12 @@ smaller than the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.engine.config import SchedulerConfig
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import RequestGrammar
-from common.engine.contract.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
 from common.engine.kv_cache import CacheChange, KVCacheManager
 from common.engine.messages import (
     AddRequest,
@@ -82,8 +82,10 @@ class Scheduler:
         measured_steps: Sequence[tuple[int, float]] = (),
         min_prefill_tokens: int = MIN_PREFILL_TOKENS,
         watermark: float = WATERMARK,
+        max_concurrent_batches: int = 1,
     ) -> None:
-        """`measured_steps`: see Executor.measure_steps. Raises ConfigError if one request may outgrow the KV cache."""
+        """`measured_steps` and `max_concurrent_batches`: see Executor. Raises ConfigError if one request may outgrow
+        the KV cache."""
         if kv.num_blocks_for(max_model_len) > kv.num_blocks:
             raise ConfigError(
                 f"max_model_len {max_model_len} does not fit {kv.num_blocks} KV blocks of {kv.block_size} tokens",
@@ -100,6 +102,7 @@ class Scheduler:
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._watermark_blocks = int(watermark * kv.num_blocks)
         self._min_prefill_tokens = min_prefill_tokens
+        self._max_concurrent_batches = max_concurrent_batches
         self._max_prompt_rows = max(1, min(MAX_PROMPT_LOGITS // vocab_size, MAX_PROMPT_ROWS))
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
@@ -236,16 +239,18 @@ class Scheduler:
             self._lifecycle.start(ready.popleft(), now)
 
     def _schedule_decoding(self, plan: StepPlan) -> list[Request]:
-        """A token for each request that decodes. Returns the others of the batch, whose prompts are not complete."""
+        """A token for each request that decodes, or for a share of them if others are for steps beside this one.
+        Returns the others of the batch, whose prompts are not complete."""
         prompts: list[Request] = []
+        most = -(-len(self._running) // self._max_concurrent_batches)
         block_size, decode, running = self._block_size, plan.decode, RequestStatus.RUNNING
         for request in self._running.copy():  # preemption changes the batch
             num_scheduled = request.num_scheduled_tokens
             num_left = len(request.token_ids) - num_scheduled
             if num_left > 1:
                 prompts.append(request)
-            elif not num_left or request.awaits_mask or request.status is not running:
-                pass  # a step in flight samples its next token, or its mask is late, or it was preempted in this step
+            elif not num_left or request.awaits_mask or request.status is not running or len(plan.scheduled) == most:
+                pass  # a step in flight samples its next token, its mask is late, it was preempted, or is not its turn
             elif num_scheduled % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
                 decode(request, num_scheduled)
         return prompts
@@ -462,6 +467,13 @@ class Scheduler:
         """Returns outputs that should be sent before the step runs; called after `schedule`. Often none."""
         return self._lifecycle.take_news(urgent_only=True)
 
+    def awaited(self, outcomes: Mapping[RequestId, Outcome]) -> Mapping[RequestId, Outcome]:
+        """Those of the first step in flight without those of requests that have left it, which may have come back."""
+        if self._max_concurrent_batches == 1:
+            return outcomes
+        awaited = {request.request_id for request in self._lifecycle.in_flight}
+        return {request_id: outcome for request_id, outcome in outcomes.items() if request_id in awaited}
+
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput, step_s: float) -> list[RequestOutput]:
         """Take the runner's answer to `step`, the first in flight, which took `step_s` seconds. Returns all outputs
         since the last call."""
@@ -485,6 +497,13 @@ class Scheduler:
             or self._transfers.has_notes
             or self._grammars.has_notes
             or (self._places.has_waiting and not self._lifecycle.is_stalled)
+        )
+
+    @property
+    def has_unscheduled(self) -> bool:
+        """Whether a step beside those in flight may compute something."""
+        return self._has_more_to_decide or any(
+            request.num_unscheduled_tokens and not request.awaits_mask for request in self._running
         )
 
     @property

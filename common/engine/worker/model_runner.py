@@ -29,6 +29,7 @@ from common.engine.devices.base import RowSampler
 from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, RecordedDecodes, RecordedStepError
 from common.engine.model.attention_hook import install
 from common.engine.model.loader import LoadedModel
+from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _NO_DRAFTS: Mapping[RequestId, Sequence[int]] = MappingProxyType({})
 _DRAWN = SamplingParams(temperature=1.0)
+_ONE_STAGE = OneStage()
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
 
@@ -59,17 +61,21 @@ class ModelRunner:
         max_model_len: int,
         processors: Sequence[LogitsProcessor] = (),
         proposer: Proposer | None = None,
+        links: StageLinks = _ONE_STAGE,
     ) -> None:
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._loaded = loaded
+        self._stage = stage = loaded.stage
+        self._links = links
         self._memory = loaded.device.memory
         self._kv_cache = kv_cache
         self._block_size = block_size
         self._attentions = [loaded.device.attention(kv_cache, loaded.kernels) for _ in loaded.kv_groups]
         if loaded.decoder is None:
             for group, attention in zip(loaded.kv_groups, self._attentions, strict=True):
-                install([loaded.attention_modules[layer] for layer in group.layers], attention)
+                own = [layer - stage.layers.start for layer in group.layers if layer in stage.layers]
+                install([loaded.attention_modules[layer] for layer in own], attention)
         self._recorded: RecordedDecodes | None = None
         self.num_failed_recordings = 0  # see Executor
         self._sampler = Sampler()
@@ -100,6 +106,11 @@ class ModelRunner:
         """Of each request that it knows, in each KV group."""
         return self._table.block_ids
 
+    def note_sampled(self, sampled: Mapping[RequestId, Sequence[int]]) -> None:
+        """Takes the tokens that the last stage has sampled; none of a request whose last token is to be computed
+        again."""
+        self._table.note_sampled(sampled)
+
     def run(
         self, num_scheduled_tokens: dict[RequestId, int], drafts: Mapping[RequestId, Sequence[int]] = _NO_DRAFTS
     ) -> ModelRunnerOutput:
@@ -125,6 +136,9 @@ class ModelRunner:
             batch = before.fill_in(batch)
         phases.enter(Phase.FORWARD)
         logits = self._forward(batch)
+        if not self._stage.is_last:
+            self._links.send(logits)
+            return FinishedStep(ModelRunnerOutput())
         phases.enter(Phase.SAMPLE)
         if self._samples_on_device(batch):
             assert self._sample_on_device is not None
@@ -215,15 +229,21 @@ class ModelRunner:
         return propose(self._proposer, contexts, self._loaded.vocab_size)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [len(batch.logits_index), vocabulary]."""
-        inputs = DecodeInputs(batch.input_ids, batch.positions, batch.attention)
+        """Logits [len(batch.logits_index), vocabulary]; see Stage.forward."""
         num_tokens = batch.input_ids.shape[0]
+        ids = batch.input_ids if self._stage.is_first else self._receive(num_tokens)
+        inputs = DecodeInputs(ids, batch.positions, batch.attention)
         keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
         if keeps_all and self._recorded is not None and batch.attention.num_decodes == num_tokens:
             logits = self._run_recorded(self._recorded, inputs)
             if logits is not None:
                 return logits[:, : self._loaded.vocab_size]
-        return self._compute(inputs, None if keeps_all else batch.logits_index)
+        return self._compute(inputs, None if keeps_all or not self._stage.is_last else batch.logits_index)
+
+    def _receive(self, num_tokens: int) -> torch.Tensor:
+        """Hidden states of the stage before."""
+        dtype = self._loaded.dtype if self._loaded.decoder is None else torch.float32
+        return self._links.receive((num_tokens, self._stage.hidden_size), dtype).to(self._kv_cache.device)
 
     def _run_recorded(self, recorded: RecordedDecodes, inputs: DecodeInputs) -> torch.Tensor | None:
         try:
@@ -241,17 +261,17 @@ class ModelRunner:
         """Logits [len(wanted), vocabulary] of the `wanted` tokens; None: of all."""
         if self._loaded.decoder is not None:
             attention = cast("ProjectionAttention", self._attentions[0])  # a fused decoder has one KV group
-            return self._loaded.decoder(*inputs, attention, wanted)[:, : self._loaded.vocab_size]
+            found = self._loaded.decoder(*inputs, attention, wanted)
+            return found[:, : self._loaded.vocab_size] if self._stage.is_last else found
         for backend, batch in zip(self._attentions, inputs.attention.by_group(), strict=True):
             backend.begin_step(batch)
-        output = self._loaded.model(
-            input_ids=inputs.input_ids[None],
-            position_ids=inputs.positions.unsqueeze(-2),  # [1, tokens], or [dimensions, 1, tokens]
-            use_cache=False,
-            logits_to_keep=0 if wanted is None else wanted,  # 0 keeps all
+        found = self._stage.forward(
+            self._loaded.model,
+            inputs.input_ids,
+            inputs.positions.unsqueeze(-2),  # [1, tokens], or [dimensions, 1, tokens]
+            0 if wanted is None else wanted,  # 0 keeps all
         )
-        logits: torch.Tensor = output.logits[0, :, : self._loaded.vocab_size]
-        return logits
+        return found[:, : self._loaded.vocab_size] if self._stage.is_last else found
 
     @torch.inference_mode()
     def record_decodes(self) -> None:

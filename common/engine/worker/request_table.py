@@ -7,7 +7,7 @@ array arithmetic over rows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -117,6 +117,19 @@ class RequestTable:
         """Append one sampled token to each of the rows, after so many."""
         self.token_ids[rows, lengths] = token_ids
         self.num_tokens[rows] = lengths + 1
+
+    def note_sampled(self, sampled: Mapping[RequestId, Sequence[int]]) -> None:
+        """Another stage has sampled these tokens after the requests' last ones, all of which are computed. The last one
+        of a request without any is to be computed again."""
+        for request_id, token_ids in sampled.items():
+            row = self._rows[request_id]
+            start = int(self.num_tokens[row])
+            end = start + len(token_ids)
+            self.token_ids[row, start:end] = token_ids
+            self.num_tokens[row] = end
+            if self.num_computed_tokens[row] != end - 1:
+                self.num_computed_tokens[row] = end - 1
+                self.version += 1
 
     def put_drafts(self, request_id: RequestId, drafts: Sequence[int]) -> None:
         """Writes drafts where the request's next tokens will be."""

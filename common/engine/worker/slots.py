@@ -1,8 +1,8 @@
 """Slots of host memory in which the ranks of an engine put blocks together, for connectors that move whole blocks.
 
-The driver has the connector, over the slots as if they were its KV cache; each rank copies its KV heads between its own
-KV cache and the slots. A rank on another machine has slots of its own, and its heads travel with its jobs. See
-`common.engine.executor.staged_connector`.
+The driver has the connector, over the slots as if they were its KV cache; each rank copies its layers and KV heads
+between its own KV cache and the slots. A rank on another machine has slots of its own, and its heads travel with its
+jobs. See `common.engine.executor.staged_connector`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from common.engine.contract.layout import KVLayout, map_layouts
+from common.engine.contract.layout import KVLayout, Part, map_layouts
 from common.engine.kv_connector import (
     NO_FENCES,
     BlockTransfer,
@@ -74,15 +74,9 @@ class SlotHeads:
 
     def __init__(self, slots: torch.Tensor, layout: KVLayout, rank: int) -> None:
         whole = layout.of_store
-        self._saved = [
-            slots.narrow(1, part.consumer_head, part.num_heads)
-            for part in map_layouts(layout, whole)
-            if part.producer_rank == rank
-        ]
+        self._saved = [_narrow(slots, part.target) for part in map_layouts(layout, whole) if part.producer_rank == rank]
         self._loaded = [
-            slots.narrow(1, part.producer_head, part.num_heads)
-            for part in map_layouts(whole, layout)
-            if part.consumer_rank == rank
+            _narrow(slots, part.source) for part in map_layouts(whole, layout) if part.consumer_rank == rank
         ]
 
     def loaded(self, slots: Sequence[int]) -> bytes:
@@ -133,18 +127,12 @@ class SlotConnector:
             slots = open_slots(self._path, layout)
         whole = layout.of_store
         self._out = [
-            (
-                kv_cache.narrow(3, part.producer_head, part.num_heads),
-                slots.narrow(3, part.consumer_head, part.num_heads),
-            )
+            (_narrow(kv_cache, part.source), _narrow(slots, part.target))
             for part in map_layouts(layout, whole)
             if part.producer_rank == rank
         ]
         self._in = [
-            (
-                slots.narrow(3, part.producer_head, part.num_heads),
-                kv_cache.narrow(3, part.consumer_head, part.num_heads),
-            )
+            (_narrow(slots, part.source), _narrow(kv_cache, part.target))
             for part in map_layouts(whole, layout)
             if part.consumer_rank == rank
         ]
@@ -220,6 +208,10 @@ class SlotConnector:
         with self._lock:
             self._results.append(TransferResult(transfer.job_id, num_ok, error, content=content))
         self._on_settled()
+
+
+def _narrow(blocks: torch.Tensor, part: Part) -> torch.Tensor:
+    return blocks.narrow(1, part.layer, part.num_layers).narrow(3, part.head, part.num_heads)
 
 
 def _copy(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], from_ids: Sequence[int], to_ids: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.loader import LoadedModel, load_model
+from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
@@ -31,9 +32,10 @@ from common.engine.worker.connector import create_connector
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
-from common.types import SamplingParams
+from common.types import RequestId, SamplingParams
 
 _ONE_RANK = OneRank()
+_ONE_STAGE = OneStage()
 
 
 class _FencedStep(NamedTuple):
@@ -49,13 +51,14 @@ class _FencedStep(NamedTuple):
 
 class Worker:
     """Executor's other half: the same calls, in the same order, on one thread. Loads the part of the model that is its
-    rank's."""
+    rank's: of the stage that `links` names, what `ranks` says."""
 
     def __init__(
         self,
         config: EngineConfig,
         rank: int = 0,
         ranks: Ranks = _ONE_RANK,
+        links: StageLinks = _ONE_STAGE,
         *,
         group_layers: GroupLayers = all_in_one,
         experts: ExpertRanks | None = None,
@@ -64,6 +67,7 @@ class Worker:
         self.rank = rank
         self._experts = experts
         self._ranks = ranks
+        self._links = links
         self._group_layers = group_layers
         self.phases = PhaseClock()  # of the thread that calls it; the driver's, if that is the same
         self._config = config
@@ -81,7 +85,7 @@ class Worker:
             self._connector = create_connector(self._config.connector)
         device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
         loaded = self._loaded = load_model(
-            self._config.model, device_number, self._group_layers, self._ranks, self._experts
+            self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
         block_size = self._config.cache.block_size
@@ -99,7 +103,7 @@ class Worker:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
         self._facts = ModelFacts(
             fingerprint=fingerprint,
-            layout=KVLayout(block_size, loaded.kv_groups, self._ranks.size),
+            layout=KVLayout(block_size, loaded.kv_groups, self._ranks.size, loaded.layers_by_stage),
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
@@ -133,8 +137,10 @@ class Worker:
                 device=self._loaded.device.torch_device,
             ),
             proposer=self._proposer(),
+            links=self._links,
         )
-        if not self._config.model.enforce_eager and self._ranks.can_record and self._experts is None:
+        can_record = self._ranks.can_record and self._links.num_stages == 1 and self._experts is None
+        if not self._config.model.enforce_eager and can_record:
             self._runner.record_decodes()
 
     def measure_steps(self) -> list[tuple[int, float]]:
@@ -175,6 +181,11 @@ class Worker:
         """See Executor.num_failed_recordings."""
         return 0 if self._runner is None else self._runner.num_failed_recordings
 
+    def note_sampled(self, sampled: Mapping[RequestId, Sequence[int]]) -> None:
+        """See ModelRunner."""
+        assert self._runner is not None
+        self._runner.note_sampled(sampled)
+
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None
@@ -214,6 +225,7 @@ class Worker:
         self._ranks.close()
         if self._experts is not None:
             self._experts.ranks.close()
+        self._links.close()
 
     def _proposer(self) -> Proposer | None:
         name = self._config.speculation.proposer
@@ -254,6 +266,7 @@ class Worker:
             block_size=block_size,
             max_num_seqs=1,
             max_model_len=num_tokens,
+            links=self._links,
         )
         runner.profile(num_tokens)
         for module in loaded.attention_modules:

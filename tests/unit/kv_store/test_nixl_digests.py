@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import kv_store.nixl.digests as digests
-from common.engine.contract.layout import MappedPart
+from common.engine.contract.layout import MappedPart, Part
 from common.engine.contract.parts import PartDigest, encode_digests
 from common.engine.kv_connector import BlockTransfer
 from common.types import RequestId, hash_prompt, root_hash
@@ -18,7 +18,8 @@ from tests.contract.direct_rig import nixl_rig
 HASHES = hash_prompt(list(range(4 * BLOCK_SIZE)), BLOCK_SIZE, root_hash())
 SLAB = bytes(range(256))
 SLAB_SHAPE = SlabShape.of(layout_of(create_kv_cache(1)))
-PARTS = [MappedPart(0, 0, 0, 0, 2)]
+WHOLE = Part(0, SLAB_SHAPE.num_layers, 0, 2)
+PARTS = [MappedPart(0, 0, WHOLE, WHOLE)]
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_digests_are_of_the_blocks_in_order(transfer):
     slabs = [[kv_cache[block_id].numpy().tobytes()] for block_id in (3, 1, 3)]
     lengths = (BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE - 1)
     wanted = [block_digest(*block) for block in zip(slabs, HASHES, lengths, strict=False)]
-    assert found == [encode_digests([PartDigest(0, 0, 2, digest)]) for digest in wanted]
+    assert found == [encode_digests([PartDigest(0, *WHOLE, digest)]) for digest in wanted]
 
 
 def test_the_digester_takes_the_same(transfer):
@@ -71,7 +72,7 @@ def test_one_thread_takes_all_digests(transfer, monkeypatch):
     under_way = [digester.start(transfer, PARTS) for _ in range(3)]
     may_go_on.set()
     assert [future.result(DEADLINE_S) for future in under_way] == [
-        (encode_digests([PartDigest(0, 0, 2, bytes(16))]),) * 3
+        (encode_digests([PartDigest(0, *WHOLE, bytes(16))]),) * 3
     ] * 3
     assert len(names) == 9
     assert set(names) == {"kv-nixl-digests_0"}

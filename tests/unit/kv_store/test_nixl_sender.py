@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from common.engine.contract.layout import Part
 from common.engine.contract.parts import decode_addresses
 from common.errors import StoreError
 from kv_store.nixl.address import NixlAddress, Region, decode_address
@@ -17,7 +18,8 @@ from kv_store.staging import layout_of
 from tests.contract.connector_rig import DEADLINE_S, create_kv_cache
 from tests.contract.direct_rig import DirectRig, nixl_rig
 
-WHOLE = SlabShape.of(layout_of(create_kv_cache(1))).cut(0, 2, is_whole=True)
+SLAB = SlabShape.of(layout_of(create_kv_cache(1)))
+WHOLE = SLAB.cut(Part(0, SLAB.num_layers, 0, 2), in_one_run=True)
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """A guard against ranks that part ways: each writes a digest of what it has done so far to memory that all share.
 
 Every step digests the one before, what the scheduler decided, and what was sampled. A rank that ends a step looks at
-where the others were after the step before: they have all begun this one, as ranks compute together.
+where the others were after the step before: those of its stage have all begun this one, as they compute together, and
+those of earlier stages have ended it. Only the last stage samples: half of a digest is of results, and is compared
+within a stage.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from common.errors import EngineDeadError
 
 _NUM_ENTRIES = 64  # steps of each rank that are kept, more than one rank can be behind another
 _NUMBER_BITS = 32  # of an entry; the others are its digest's
+_DECISIONS = 0xFFFF0000  # bits of a digest that are of decisions; the others are of results
 
 
 def create_digests(num_ranks: int) -> int:
@@ -26,12 +29,16 @@ def create_digests(num_ranks: int) -> int:
 class RankDigests:
     """One rank's view."""
 
-    def __init__(self, memory: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, memory: int, rank: int, num_ranks: int, stage_size: int | None = None) -> None:
+        """`stage_size`: ranks of each stage of a pipeline; None: there is one stage."""
         self._entries = memoryview(mmap.mmap(memory, num_ranks * _NUM_ENTRIES * 8)).cast("Q")
         self._rank = rank
         self._num_ranks = num_ranks
+        first = rank - rank % (stage_size or num_ranks)
+        self._stage = range(first, first + (stage_size or num_ranks))
         self._number = 0  # of steps that are over
         self._digest = 0  # after the last of them
+        self._decisions = self._results = 0  # of which it is made
 
     @property
     def last(self) -> tuple[int, int]:
@@ -43,7 +50,9 @@ class RankDigests:
         for other in range(self._num_ranks):
             self._compare(other, *self.last)
         self._number = (self._number + 1) % (1 << 64 - _NUMBER_BITS)
-        self._digest = zlib.crc32(results, zlib.crc32(decisions, self._digest))
+        self._decisions = zlib.crc32(decisions, self._decisions)
+        self._results = zlib.crc32(results, self._results)
+        self._digest = (self._decisions & _DECISIONS) | (self._results & ~_DECISIONS)
         self._write()
 
     def note(self, number: int, digest: int) -> None:
@@ -60,7 +69,8 @@ class RankDigests:
 
     def _compare(self, other: int, own_number: int, own_digest: int) -> None:
         number, digest = divmod(self._entries[self._place(other)], 1 << _NUMBER_BITS)
-        if number == own_number and digest != own_digest:
+        difference = digest ^ own_digest if other in self._stage else (digest ^ own_digest) & _DECISIONS
+        if number == own_number and difference:
             raise EngineDeadError(
                 f"the ranks have parted ways: after step {number}, rank {self._rank} has digest "
                 f"{own_digest:08x}, rank {other} has {digest:08x}"

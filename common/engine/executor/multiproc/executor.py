@@ -2,8 +2,9 @@
 
 1. `load_model` starts a process for each rank, here or on other machines (`nodes.py`). Each call of the start goes to
    all of them at once, and their answers are joined: they must be the same, but for what is a rank's own.
-2. `submit` writes the step to a ring, which all ranks read; the first of them answers. Each rank samples all tokens, so
-   that none has to be told any, and the next step may be submitted before. Answers come in the order of the steps.
+2. `submit` writes the step to a ring, which all ranks read; the first of the last stage answers. Each rank of that
+   samples all tokens, so that none of them has to be told any, and the next step may be submitted before. Stages
+   before it are told with the next step. Answers come in the order of the steps.
 3. Transfers and their results travel on another socket of each rank, on which a thread listens. So it sees at once,
    also between steps, that a rank has ended. Then, or when a rank fails or takes too long, the engine ends.
 4. `close` ends the processes. They also end when this process is gone, however it ended.
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -32,7 +33,15 @@ from common.engine.config import EngineConfig
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import FinishedStep, ModelRunnerOutput, NewRequest, RunningStep, SchedulerOutput
+from common.engine.contract.step import (
+    FinishedStep,
+    ModelRunnerOutput,
+    NewRequest,
+    NoToken,
+    Outcome,
+    RunningStep,
+    SchedulerOutput,
+)
 from common.engine.executor.multiproc.channel import Channel
 from common.engine.executor.multiproc.digests import RankDigests, create_digests
 from common.engine.executor.multiproc.nodes import Nodes
@@ -90,7 +99,9 @@ _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself
 _EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
 _CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
 _DRAWN = SamplingParams(temperature=1.0, seed=0)
-_OWN_FACTS = frozenset({"available_kv_bytes", "device", "kernels_failed", "num_threads", "tokenizer_directory"})
+_OWN_FACTS = frozenset(
+    {"available_kv_bytes", "bytes_per_block", "device", "kernels_failed", "num_threads", "tokenizer_directory"}
+)
 
 _Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
 
@@ -98,7 +109,6 @@ _Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
 class MultiprocExecutor:
     """See Executor."""
 
-    runs_ahead = True  # ranks know the tokens of a step when they come to the next
     num_failed_recordings = 0  # nothing is recorded over several ranks
 
     def __init__(self, config: EngineConfig, factory: str = WORKER, placement: Placement | None = None) -> None:
@@ -108,6 +118,8 @@ class MultiprocExecutor:
         self._placement = placement
         self._factory = factory
         self._num_ranks = config.parallel.num_ranks
+        self.max_concurrent_batches = config.parallel.pipeline_parallel_size
+        self.runs_ahead = self.max_concurrent_batches == 1  # ranks know the tokens of a step when they come to the next
         self._timeout_s = config.parallel.step_timeout_s
         self._ranks: list[_Rank] = []
         self._ring: RingWriter | None = None
@@ -116,6 +128,8 @@ class MultiprocExecutor:
         self._num_groups = 1
         self._max_tokens = 0  # of a request
         self._num_steps = 0  # that have computed something
+        self._left: deque[set[RequestId]] = deque()  # of steps that run: requests that were dropped meanwhile
+        self._sampled: dict[RequestId, list[int]] = {}  # that stages before the last do not know of yet
         self._has_started = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -201,15 +215,23 @@ class MultiprocExecutor:
 
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor."""
-        self._broadcast(Step(step))
+        if self.max_concurrent_batches > 1:
+            for left in self._left:
+                left.update(step.dropped_request_ids)
+            if step.num_scheduled_tokens:
+                self._left.append(set())
+        sampled, self._sampled = self._sampled, {}
+        self._broadcast(Step(step, sampled))
         return _Running(self, masks) if step.num_scheduled_tokens else FinishedStep(ModelRunnerOutput())
 
     def finish(self, masks: MaskSource) -> ModelRunnerOutput:
         """Waits for the results of the first step that has none yet. Called once for each that computes something."""
         while True:
-            match self._step_answer(self._receive(self._ranks[0])):
+            match self._step_answer(self._receive(self._answering)):
                 case StepDone(output):
                     self._num_steps += 1
+                    if self.max_concurrent_batches > 1:
+                        self._note(output.outcomes)
                     return output
                 case WantMasks(request_ids, lengths):
                     self._broadcast(Masks.of(masks(request_ids, np.array(lengths, dtype=np.int64))))
@@ -230,6 +252,20 @@ class MultiprocExecutor:
         if violations is None:
             raise self._cause()
         return violations
+
+    @property
+    def _answering(self) -> _Rank:
+        """The first rank of the last stage."""
+        return self._ranks[-self._config.parallel.tensor_parallel_size]
+
+    def _note(self, outcomes: Mapping[RequestId, Outcome]) -> None:
+        """Of the step that has ended, for the stages that have not sampled. Those of a request that was dropped since
+        it began are not for one of the same id that came after it."""
+        left = self._left.popleft()
+        for request_id, outcome in outcomes.items():
+            if request_id not in left:
+                tokens = [] if isinstance(outcome, NoToken) else outcome
+                self._sampled[request_id] = [token.token_id for token in tokens]
 
     def close(self) -> None:
         """See Executor."""
@@ -283,7 +319,12 @@ class MultiprocExecutor:
             calls.own.send(encode(launch))
             self._add_rank(LocalProcess(process), calls.own, news.own, None)
         for number, rank in enumerate(others, num_here):
-            self._add_rank(rank.process, rank.calls, rank.news, RankDigests(digests, number, self._num_ranks))
+            self._add_rank(
+                rank.process,
+                rank.calls,
+                rank.news,
+                RankDigests(digests, number, self._num_ranks, self._config.parallel.tensor_parallel_size),
+            )
         return f"{directory}/rendezvous"
 
     def _open_nodes(self) -> Nodes | None:
@@ -556,9 +597,13 @@ def join_facts(by_rank: Sequence[ModelFacts]) -> ModelFacts:
                     f"{_shown(others)} on rank {rank}",
                     param="model",
                 )
+    bytes_per_block = max(facts.bytes_per_block for facts in by_rank)  # stages may have more layers or fewer
     return replace(
         first,
-        available_kv_bytes=min(facts.available_kv_bytes for facts in by_rank),
+        bytes_per_block=bytes_per_block,
+        available_kv_bytes=min(
+            facts.available_kv_bytes * bytes_per_block // facts.bytes_per_block for facts in by_rank
+        ),
         kernels_failed=any(facts.kernels_failed for facts in by_rank),
     )
 

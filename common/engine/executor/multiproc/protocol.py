@@ -1,11 +1,11 @@
 """The messages between the driver and the processes of its ranks: msgpack, over three ways.
 
 Ring, driver to all ranks:    `IdentifyModel`, `LoadModel`, `InitializeKVCache` and `OpenConnectors`; a `Step` for each
-                              step, and `Masks` where the first rank has asked for them; `EndStart` and `Check` between
-                              steps; `Close`.
+                              step, and `Masks` where they were asked for; `EndStart` and `Check` between steps;
+                              `Close`.
 Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Identified`, `Loaded`,
-                              `Done` or `Opened`. The first rank answers each step that computes something, and asks
-                              for masks before it does.
+                              `Done` or `Opened`. The first rank of the last stage answers each step that computes
+                              something, and asks for masks before it does.
 News, another socket of each: the driver's transfers; the rank's results of them, `Checked`, `OwnFigures`, its log, and
                               `EngineFailed`, after which it ends. End of file tells either side that the other one is
                               gone.
@@ -115,6 +115,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """See Executor.submit."""
 
     step: SchedulerOutput
+    sampled: dict[RequestId, list[int]] = {}  # by the last stage since the step before, see RequestTable.note_sampled
 
 
 class EndStart(msgspec.Struct, frozen=True, tag=True):

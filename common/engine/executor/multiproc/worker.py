@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from common.engine.config import EngineConfig
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.executor.multiproc.rendezvous import open_rendezvous
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.ranks import GlooRanks
+from common.engine.model.stage_links import GlooStageLinks, OneStage, StageLinks
 from common.engine.worker.worker import Worker
 
 GRACE_S = 5.0  # the driver's time for a step is over before that of a collective: it knows which rank is stopped
@@ -15,12 +18,20 @@ GRACE_S = 5.0  # the driver's time for a step is over before that of a collectiv
 def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
     """See RankWorkerFactory."""
     parallel = config.parallel
-    size, timeout_s = parallel.num_ranks, parallel.step_timeout_s + GRACE_S
+    num_stages, size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    timeout_s = parallel.step_timeout_s + GRACE_S
     ranks: Ranks = OneRank()
-    if size > 1:
-        store, address = open_rendezvous(rendezvous, size)
-        ranks = GlooRanks(store, rank, size, address=address, timeout_s=timeout_s)
-    return Worker(config, rank, ranks, experts=_join_experts(config, rank, ranks))
+    links: StageLinks = OneStage()
+    if parallel.num_ranks > 1:
+        stage, number = divmod(rank, size)
+        store, address = open_rendezvous(rendezvous, parallel.num_ranks)
+        if size > 1:
+            of_stage = PrefixStore(f"stage {stage}", store)
+            ranks = GlooRanks(of_stage, number, size, address=address, timeout_s=timeout_s)
+        if num_stages > 1:
+            between_stages = PrefixStore(f"rank {number} of each stage", store)
+            links = GlooStageLinks(between_stages, stage, num_stages, address=address, timeout_s=timeout_s)
+    return Worker(config, rank, ranks, links, experts=_join_experts(config, rank, ranks))
 
 
 def _join_experts(config: EngineConfig, rank: int, ranks: Ranks) -> ExpertRanks | None:

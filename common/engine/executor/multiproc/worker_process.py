@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -97,8 +97,11 @@ class RankWorker(Protocol):
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """The rank's own connector."""
 
+    def note_sampled(self, sampled: Mapping[RequestId, Sequence[int]]) -> None:
+        """See RequestTable. Called before each step, but not in the last stage."""
+
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
-        """Gives the same results on all ranks."""
+        """Gives the same results on all ranks of the last stage, and none on others."""
 
     def check(self, known: KnownRequests) -> list[str]:
         """What is wrong on this rank. Called between steps."""
@@ -123,9 +126,12 @@ class RankProcess:
         self._launch = launch
         self._calls = calls
         self._transfers = transfers
-        self._receive = calls.receive if launch.ring is None else RingReader(RingDescriptors(*launch.ring), calls).read
-        self._digests = RankDigests(launch.digests, launch.rank, launch.config.parallel.num_ranks)
         parallel = launch.config.parallel
+        size = parallel.tensor_parallel_size
+        self._is_last = launch.rank >= parallel.num_ranks - size  # of the last stage
+        self._answers = launch.rank == parallel.num_ranks - size
+        self._receive = calls.receive if launch.ring is None else RingReader(RingDescriptors(*launch.ring), calls).read
+        self._digests = RankDigests(launch.digests, launch.rank, parallel.num_ranks, size)
         self._tells_digests = launch.ring is None and launch.rank % parallel.ranks_per_node == 0
         self._decode: Decoder[ToRanks] = Decoder(ToRanks)
         self._clock = StepClock(launch.rank)
@@ -174,15 +180,17 @@ class RankProcess:
         while True:
             message = self._ahead.popleft() if self._ahead else self._read()
             match message.decoded:
-                case Step(step):
+                case Step(step, sampled):
                     began = time.perf_counter()
+                    if not self._is_last:
+                        worker.note_sampled(sampled)
                     result = encode(StepDone(self._run_step(worker, step)))
                     self._digests.end_step(message.encoded, result)
                     if self._tells_digests:
                         self._transfers.tell(StepDigest(*self._digests.last))
                     if step.num_scheduled_tokens:
                         self._transfers.end_step()
-                        if self._launch.rank == 0:
+                        if self._answers:
                             self._calls.send(result)
                         if (figures := self._clock.step_ended(began, time.perf_counter())) is not None:
                             self._transfers.tell(OwnFigures(figures))
@@ -197,6 +205,8 @@ class RankProcess:
                     self._transfers.tell(Checked(worker.check(known)))
                 case EndStart() | Close():
                     return
+                case Masks():
+                    assert not self._is_last  # they are for the stage that samples
 
     def _run_step(self, worker: RankWorker, step: SchedulerOutput) -> ModelRunnerOutput:
         self._constrained.difference_update(step.dropped_request_ids)
@@ -205,7 +215,7 @@ class RankProcess:
 
     def _masks(self, request_ids: Sequence[RequestId], lengths: npt.NDArray[np.int64]) -> BatchMasks | None:
         """See MaskSource."""
-        if self._launch.rank == 0:
+        if self._answers:
             self._calls.send(encode(WantMasks(list(request_ids), lengths.tolist())))
         while isinstance((message := self._read()).decoded, Step):
             self._ahead.append(message)

@@ -5,9 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from common.engine.contract.kv_groups import KVGroupSpec
-from common.engine.contract.layout import KVLayout, map_layouts
+from common.engine.contract.layout import KVLayout, Part, map_layouts
 from common.errors import IncompatiblePeerError
 
 FULL = KVGroupSpec((0, 2), 8, 64, 48, "bfloat16")
@@ -16,18 +18,20 @@ LAYOUT = KVLayout(16, (FULL, WINDOW))
 
 
 DEGREES = (1, 2, 4, 8)
+STAGES = ((), (1, 2), (2, 1), (1, 1, 1))
 HEADS = (1, 2, 3, 4, 6, 8, 12)
 
 
-def layout_of(num_heads: int, degree: int) -> KVLayout:
-    return KVLayout(4, (KVGroupSpec((0, 1, 2), num_heads, 5, 5, "float32"),), degree)
+def layout_of(num_heads: int, degree: int, layers_by_stage: tuple[int, ...] = ()) -> KVLayout:
+    return KVLayout(4, (KVGroupSpec((0, 1, 2), num_heads, 5, 5, "float32"),), degree, layers_by_stage)
 
 
-def divided(block: torch.Tensor, degree: int) -> list[torch.Tensor]:
+def divided(block: torch.Tensor, degree: int, layers_by_stage: tuple[int, ...] = ()) -> list[torch.Tensor]:
     """What each rank has of a block [num_layers, 2, heads, block_size, head_dim]."""
     num_heads = block.shape[2]
     each = block.repeat_interleave(max(1, degree // num_heads), dim=2)
-    return [part.clone() for part in each.chunk(degree, dim=2)]
+    stages = each.split(layers_by_stage or (3,))
+    return [part.clone() for stage in stages for part in stage.chunk(degree, dim=2)]
 
 
 def fits(num_heads: int, degree: int) -> bool:
@@ -37,7 +41,8 @@ def fits(num_heads: int, degree: int) -> bool:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_equal_layouts_map_rank_by_rank(degree):
     layout = replace(LAYOUT, tensor_parallel_size=degree)
-    assert map_layouts(layout, replace(layout)) == tuple((rank, rank, 0, 0, 8 // degree) for rank in range(degree))
+    whole = Part(0, 2, 0, 8 // degree)
+    assert map_layouts(layout, replace(layout)) == tuple((rank, rank, whole, whole) for rank in range(degree))
 
 
 @pytest.mark.parametrize("num_heads", HEADS)
@@ -49,17 +54,43 @@ def test_the_parts_are_those_of_the_whole_block(num_heads, of_producer, of_consu
             map_layouts(*layouts)
         assert caught.value.param == "tensor_parallel_size"
         return
+    check_parts(num_heads, (of_producer, ()), (of_consumer, ()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(HEADS), *[st.tuples(st.sampled_from(DEGREES), st.sampled_from(STAGES)) for _ in range(2)])
+def test_parts_of_heads_and_layers(num_heads, of_producer, of_consumer):
+    assume(fits(num_heads, of_producer[0]) and fits(num_heads, of_consumer[0]))
+    check_parts(num_heads, of_producer, of_consumer)
+
+
+def check_parts(num_heads, of_producer, of_consumer):
+    """Cuts are (degree, layers by stage)."""
     whole = torch.arange(3 * 2 * num_heads * 4 * 5).view(3, 2, num_heads, 4, 5)
-    sources = divided(whole, of_producer)
-    wanted = divided(whole, of_consumer)
+    sources, wanted = divided(whole, *of_producer), divided(whole, *of_consumer)
     found = [torch.full_like(part, -1) for part in wanted]
-    for source_rank, rank, source_head, head, count in map_layouts(*layouts):
-        target = found[rank][:, :, head : head + count]
-        assert (target == -1).all()  # once
-        target.copy_(sources[source_rank][:, :, source_head : source_head + count])
+    for source_rank, rank, source, target in map_layouts(
+        layout_of(num_heads, *of_producer), layout_of(num_heads, *of_consumer)
+    ):
+        place = narrowed(found[rank], target)
+        assert (place == -1).all()  # once
+        place.copy_(narrowed(sources[source_rank], source))
     assert all(map(torch.equal, found, wanted))
-    heads = layout_of(num_heads, of_consumer).heads_by_rank
-    assert all(torch.equal(whole[:, :, own.start : own.stop], part) for own, part in zip(heads, wanted, strict=True))
+    for shard, part in zip(layout_of(num_heads, *of_consumer).shards, wanted, strict=True):
+        own = whole[shard.layers.start : shard.layers.stop, :, shard.heads.start : shard.heads.stop]
+        assert torch.equal(own, part)
+
+
+def narrowed(block, part):
+    return block.narrow(0, part.layer, part.num_layers).narrow(2, part.head, part.num_heads)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (4,), (3, 0), (2, 2), (4, -1)])
+def test_layers_that_cannot_be_divided_are_named(counts):
+    for mapped in ((layout_of(2, 1), layout_of(2, 1, counts)), (layout_of(2, 1, counts), layout_of(2, 1))):
+        with pytest.raises(IncompatiblePeerError, match="3 layers cannot be divided into stages") as caught:
+            map_layouts(*mapped)
+        assert caught.value.param == "layers_by_stage"
 
 
 @pytest.mark.parametrize(("num_heads", "of_producer", "of_consumer"), [(1, 4, 4), (2, 8, 4), (2, 8, 8), (2, 4, 8)])
@@ -102,7 +133,8 @@ def test_what_does_not_fit_is_named(consumer, says):
 
 def test_a_store_has_the_same_layout_whatever_the_degree():
     stored = [replace(LAYOUT, tensor_parallel_size=degree).of_store for degree in (1, 2, 4)]
-    assert stored == [LAYOUT] * 3
+    stored.append(replace(LAYOUT, layers_by_stage=(1, 1)).of_store)
+    assert stored == [LAYOUT] * 4
 
 
 def test_a_digest_stands_for_all_of_the_layout():
@@ -110,6 +142,7 @@ def test_a_digest_stands_for_all_of_the_layout():
         LAYOUT,
         replace(LAYOUT, block_size=32),
         replace(LAYOUT, tensor_parallel_size=2),
+        replace(LAYOUT, layers_by_stage=(1, 1)),
         KVLayout(16, (replace(FULL, layers=(0, 1)), replace(WINDOW, layers=(2, 3)))),
         KVLayout(16, (FULL, replace(WINDOW, window=64))),
     ]

@@ -1,5 +1,6 @@
 import pytest
 
+from common.engine.contract.layout import Part
 from common.engine.contract.parts import (
     PartDigest,
     decode_addresses,
@@ -12,14 +13,24 @@ from common.engine.contract.parts import (
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
 
+def of_heads(rank, head, num_heads, digest):
+    """Of all of three layers."""
+    return PartDigest(rank, 0, 3, head, num_heads, digest)
+
+
 def test_each_rank_finds_its_parts_whichever_rank_wrote_them():
     of_ranks = [
-        encode_digests([PartDigest(0, 0, 1, A), PartDigest(1, 0, 1, B)]),
-        encode_digests([PartDigest(1, 1, 1, C), PartDigest(0, 1, 1, B)]),
+        encode_digests([of_heads(0, 0, 1, A), of_heads(1, 0, 1, B)]),
+        encode_digests([of_heads(1, 1, 1, C), of_heads(0, 1, 1, B)]),
     ]
     for joined in (b"".join(of_ranks), b"".join(reversed(of_ranks))):
-        assert digests_of_rank(joined, 0, 2) == [(0, 0, 1, A), (0, 1, 1, B)]
-        assert digests_of_rank(joined, 1, 2) == [(1, 0, 1, B), (1, 1, 1, C)]
+        assert digests_of_rank(joined, 0, 3, 2) == [of_heads(0, 0, 1, A), of_heads(0, 1, 1, B)]
+        assert digests_of_rank(joined, 1, 3, 2) == [of_heads(1, 0, 1, B), of_heads(1, 1, 1, C)]
+
+
+def test_layers_of_several_stages():
+    parts = [PartDigest(0, 0, 2, 0, 1, A), PartDigest(0, 0, 2, 1, 1, B), PartDigest(0, 2, 1, 0, 2, C)]
+    assert digests_of_rank(encode_digests(reversed(parts)), 0, 3, 2) == parts
 
 
 @pytest.mark.parametrize(
@@ -27,22 +38,27 @@ def test_each_rank_finds_its_parts_whichever_rank_wrote_them():
     [
         b"",
         b"of another connector",
-        encode_digests([PartDigest(0, 0, 1, A)]),
-        encode_digests([PartDigest(0, 0, 1, A), PartDigest(1, 1, 1, B)]),
-        encode_digests([PartDigest(0, 1, 1, A)]),
-        encode_digests([PartDigest(0, 0, 2, A), PartDigest(0, 1, 1, B)]),
-        encode_digests([PartDigest(0, 0, 1, A), PartDigest(0, 0, 1, A)]),
-        encode_digests([PartDigest(0, 0, 3, A)]),
-        encode_digests([PartDigest(0, 0, 0, A), PartDigest(0, 0, 2, A)]),
-        encode_digests([PartDigest(0, 0, 2, A)])[:-1],
+        encode_digests([of_heads(0, 0, 1, A)]),
+        encode_digests([of_heads(0, 0, 1, A), of_heads(1, 1, 1, B)]),
+        encode_digests([of_heads(0, 1, 1, A)]),
+        encode_digests([of_heads(0, 0, 2, A), of_heads(0, 1, 1, B)]),
+        encode_digests([of_heads(0, 0, 1, A), of_heads(0, 0, 1, A)]),
+        encode_digests([of_heads(0, 0, 3, A)]),
+        encode_digests([of_heads(0, 0, 0, A), of_heads(0, 0, 2, A)]),
+        encode_digests([of_heads(0, 0, 2, A)])[:-1],
+        encode_digests([PartDigest(0, 0, 2, 0, 2, A)]),
+        encode_digests([PartDigest(0, 0, 2, 0, 2, A), PartDigest(0, 2, 2, 0, 2, B)]),
+        encode_digests([PartDigest(0, 0, 2, 0, 2, A), PartDigest(0, 2, 1, 0, 1, B)]),
+        encode_digests([PartDigest(0, 0, 2, 0, 1, A), PartDigest(0, 0, 3, 1, 1, B), PartDigest(0, 2, 1, 0, 2, C)]),
+        encode_digests([PartDigest(0, 0, 0, 0, 2, A), PartDigest(0, 0, 3, 0, 2, B)]),
     ],
 )
 def test_what_is_not_all_of_a_block_counts_for_nothing(encoded):
-    assert digests_of_rank(encoded, 0, 2) == []
+    assert digests_of_rank(encoded, 0, 3, 2) == []
 
 
 def test_a_place_comes_before_its_digest():
-    assert encode_place(3, 1, 2) + A == encode_digests([PartDigest(3, 1, 2, A)])
+    assert encode_place(3, Part(0, 3, 1, 2)) + A == encode_digests([of_heads(3, 1, 2, A)])
 
 
 def test_addresses_of_ranks():

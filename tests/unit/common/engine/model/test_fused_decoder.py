@@ -17,6 +17,7 @@ from common.engine.model.fused_decoder import can_fuse, fuse_decoder
 from common.engine.model.loader import load_model
 from common.engine.model.parallel_layers import CollectedLinear
 from common.engine.model.probe import probe_model
+from common.engine.model.stages import whole_model
 from tests.tiny_models import TINY_MODELS, tiny_model_dir
 
 FUSED = {"llama", "qwen3", "mistral"}
@@ -25,16 +26,16 @@ FUSED = {"llama", "qwen3", "mistral"}
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_models_of_the_llama_kind_are_fused(name):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(name))
-    assert can_fuse(model, CpuOperators()) == (name in FUSED)
+    assert can_fuse(model, CpuOperators(), whole_model(model)) == (name in FUSED)
 
 
 def test_a_model_with_a_part_of_its_own_is_not_fused():
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
     model.model.layers[1].mlp.gate = nn.Linear(4, 4)
-    assert not can_fuse(model, CpuOperators())
+    assert not can_fuse(model, CpuOperators(), whole_model(model))
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir("llama"))
     model.model.layers[1].self_attn.scale = nn.Parameter(torch.ones(1))
-    assert not can_fuse(model, CpuOperators())
+    assert not can_fuse(model, CpuOperators(), whole_model(model))
 
 
 def test_ranks_give_up_the_weights_of_what_they_put_together():
@@ -44,8 +45,9 @@ def test_ranks_give_up_the_weights_of_what_they_put_together():
     part = weakref.ref(layer.down_proj)
     del layer
     operators = CpuOperators()
-    assert can_fuse(model, operators)
-    decoder = fuse_decoder(model, probe_model(model), operators, OneRank())
+    whole = whole_model(model)
+    assert can_fuse(model, operators, whole)
+    decoder = fuse_decoder(model, probe_model(model, whole), operators, OneRank(), whole)
     gc.collect()
     assert part() is None
     assert decoder

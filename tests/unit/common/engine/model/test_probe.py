@@ -5,6 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.probe import probe_model
+from common.engine.model.stages import whole_model
 from common.errors import ModelLoadError
 from tests.tiny_models import tiny_model_dir
 
@@ -24,18 +25,18 @@ def wrap_attention(model, **extra):
 def test_unknown_argument_is_refused(model):
     wrap_attention(model, position_bias=1.0)
     with pytest.raises(ModelLoadError, match="'position_bias'"):
-        probe_model(model)
+        probe_model(model, whole_model(model))
 
 
 def test_flags_are_not_arguments_that_matter(model):
     wrap_attention(model, output_router_logits=False, is_causal=True)
-    assert probe_model(model).spec.num_layers == 3
+    assert probe_model(model, whole_model(model)).spec.num_layers == 3
 
 
 def test_bidirectional_attention_is_refused(model):
     model.model.layers[1].self_attn.is_causal = False
     with pytest.raises(ModelLoadError, match="is not causal"):
-        probe_model(model)
+        probe_model(model, whole_model(model))
 
 
 def test_shapes_that_differ_per_layer_are_refused(model):
@@ -43,7 +44,7 @@ def test_shapes_that_differ_per_layer_are_refused(model):
     attention.k_proj, attention.v_proj = attention.q_proj, attention.q_proj
     attention.num_key_value_groups = 1
     with pytest.raises(ModelLoadError, match="different shapes per layer"):
-        probe_model(model)
+        probe_model(model, whole_model(model))
 
 
 def test_other_results_than_its_own_attention_are_refused(model):
@@ -56,4 +57,4 @@ def test_other_results_than_its_own_attention_are_refused(model):
 
     attention.forward = biased
     with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
-        probe_model(model)
+        probe_model(model, whole_model(model))

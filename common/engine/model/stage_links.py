@@ -1,0 +1,106 @@
+"""The stages of a pipeline: each has a run of a model's layers, and passes on what they compute to the next one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store
+
+from common.errors import EngineDeadError
+
+_LOOPBACK = "127.0.0.1"
+
+
+class StageLinks(Protocol):
+    """One rank's links to the ranks of the neighbouring stages that have the same part of their layers. Each stage
+    computes the same steps in the same order. Calls raise EngineDeadError if a neighbour is gone, or late."""
+
+    stage: int
+    num_stages: int
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What the stage before has sent, on the host."""
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Passes `hidden` on to the next stage, without waiting until that takes it. It must not be changed."""
+
+    def close(self) -> None:
+        """Leaves the others. Idempotent."""
+
+
+class OneStage:
+    """See StageLinks. There are no others."""
+
+    stage = 0
+    num_stages = 1
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See StageLinks."""
+        raise RuntimeError("there is no stage before")
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """See StageLinks."""
+        raise RuntimeError("there is no stage after")
+
+    def close(self) -> None:
+        """See StageLinks."""
+
+
+class GlooStageLinks:
+    """See StageLinks. Processes over gloo, which meet at a store of torch.distributed."""
+
+    def __init__(
+        self,
+        store: Store,
+        stage: int,
+        num_stages: int,
+        *,
+        address: str = _LOOPBACK,
+        timeout_s: float = 30.0,
+        join_timeout_s: float = 60.0,
+    ) -> None:
+        """`address`: of this host, for the others. Waits for them. Raises EngineDeadError if they do not come within
+        `join_timeout_s`. Each receipt must be over within `timeout_s`."""
+        self.stage = stage
+        self.num_stages = num_stages
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()  # what the next stage may not have taken yet
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+        options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+        store.set_timeout(timedelta(seconds=join_timeout_s))
+        with self._failures():
+            self._group: Any = ProcessGroupGloo(store, stage, num_stages, options)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See StageLinks."""
+        hidden = torch.empty(tuple(shape), dtype=dtype)
+        with self._failures():
+            self._group.recv([hidden], self.stage - 1, 0).wait()
+        return hidden
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """See StageLinks. As many may be under way as there are stages."""
+        hidden = hidden.cpu().contiguous()
+        with self._failures():
+            if len(self._sending) >= self.num_stages:
+                self._sending.popleft()[0].wait()
+            self._sending.append((self._group.send([hidden], self.stage + 1, 0), hidden))
+
+    def close(self) -> None:
+        """See StageLinks."""
+        self._sending.clear()
+        self._group = None
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise EngineDeadError(f"stage {self.stage} of {self.num_stages} has lost another: {reason}") from error
