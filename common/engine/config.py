@@ -336,11 +336,12 @@ class NodeTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     server_name: str = ""  # that machine 0's certificate must have; empty: master_addr
 
 
-class LockstepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How engines that step together find each other. Set by the client that starts them."""
+class DataParallelMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which of a pod's engines this is. Set by the client that starts them."""
 
-    rendezvous: str  # a path, at which there is nothing yet, where their ranks meet
-    sockets: dict[int, int] = {}  # to each of the other engines: an inherited descriptor
+    rank: int
+    rendezvous: str = ""  # a path, at which there is nothing yet, where the ranks of engines that step together meet
+    sockets: dict[int, int] = {}  # to each engine that steps with this one: an inherited descriptor
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -354,8 +355,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
     tls: NodeTlsConfig | None = None
-    data_parallel_rank: int = 0  # of the pod's engines; set by the client
-    lockstep: LockstepConfig = LockstepConfig(rendezvous="")  # used if ParallelConfig.is_lockstep
+    data_parallel: DataParallelMember | None = None  # None: there is one engine
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of this engine among those of the pod."""
+        return 0 if self.data_parallel is None else self.data_parallel.rank
 
     @property
     def grammar_step_s(self) -> float:

@@ -380,10 +380,11 @@ class EngineCore:
 def _open_lockstep(
     config: EngineConfig, on_awaited: Callable[[], None], on_failure: Callable[[Exception], None]
 ) -> Lockstep | None:
-    if not config.parallel.is_lockstep:
+    member = config.data_parallel
+    if member is None or not member.sockets:
         return None
-    sockets = {rank: socket.socket(fileno=descriptor) for rank, descriptor in config.lockstep.sockets.items()}
-    return Lockstep(config.data_parallel_rank, sockets, config.parallel.step_timeout_s, on_awaited, on_failure)
+    sockets = {rank: socket.socket(fileno=descriptor) for rank, descriptor in member.sockets.items()}
+    return Lockstep(member.rank, sockets, config.parallel.step_timeout_s, on_awaited, on_failure)
 
 
 def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:

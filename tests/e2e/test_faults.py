@@ -137,6 +137,23 @@ async def test_a_lost_rank_costs_nobody_an_answer(
         cluster.check_integrity()
 
 
+async def test_a_killed_engine_of_several_costs_nobody_an_answer(tmp_path: Path) -> None:
+    config = tmp_path / "baton.yaml"
+    policies = "{decode_policy: round_robin, prefill_policy: round_robin, remote_prefill: prefer}"
+    config.write_text(f"router: {policies}\nprefill: {{data_parallel_size: 2}}\ndecode: {{data_parallel_size: 2}}\n")
+    prompts, expected = prompts_and_answers()
+    with running_cluster("--decode", "2", "--config", str(config)) as cluster:
+        streams = Streams(cluster, prompts[:8])
+        await streams.until_started(4)
+        engines = psutil.Process(cluster.pid_of("decode-0")).children()
+        assert len(engines) == 2
+        engines[1].kill()
+        assert await streams.answers() == expected[:8]
+        await asyncio.to_thread(cluster.wait_line, lambda line: "was killed by SIGKILL" in line, 5)
+        await asyncio.to_thread(cluster.wait_line, lambda line: "ready again" in line, 120)
+        cluster.check_integrity()
+
+
 async def test_corrupt_blocks_are_noticed_recomputed_and_counted(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
     # The decode pod must fetch the second request's blocks again: its own prefix cache is off.

@@ -6,17 +6,15 @@ asyncio.
 """
 
 import itertools
-import secrets
 import socket
 import tempfile
-from collections.abc import Mapping
 
 import msgspec
 
 from common.engine.client.base import EngineClient
 from common.engine.client.data_parallel import DataParallelClient
 from common.engine.client.mp import AsyncMPClient
-from common.engine.config import EngineConfig, LockstepConfig
+from common.engine.config import DataParallelMember, EngineConfig
 
 __all__ = ["AsyncMPClient", "DataParallelClient", "EngineClient", "create_client"]
 
@@ -26,29 +24,24 @@ def create_client(config: EngineConfig, *, name: str = "") -> EngineClient:
     lines."""
     if config.parallel.data_parallel_size == 1:
         return AsyncMPClient(config, name=name)
-    return DataParallelClient(_engines(config, name))
+    directory = tempfile.mkdtemp(prefix="baton-engines-")  # mode 0700
+    return DataParallelClient(_engines(config, name, f"{directory}/rendezvous"), directory)
 
 
-def _engines(config: EngineConfig, name: str) -> list[AsyncMPClient]:
+def _engines(config: EngineConfig, name: str, rendezvous: str) -> list[AsyncMPClient]:
     """The engines of a pod. Those that step together have a socket to each other, and share the tokens of a step."""
     num_engines = config.parallel.data_parallel_size
-    configs = [msgspec.structs.replace(config, data_parallel_rank=rank) for rank in range(num_engines)]
-    sockets: list[dict[int, socket.socket]] = [{} for _ in configs]
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_engines)]
     if config.parallel.is_lockstep:
         for one, other in itertools.combinations(range(num_engines), 2):
             sockets[one][other], sockets[other][one] = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        rendezvous = f"{tempfile.gettempdir()}/baton-experts-{secrets.token_hex(16)}"
-        configs = [_stepping_together(each, rendezvous, to) for each, to in zip(configs, sockets, strict=True)]
-    return [
-        AsyncMPClient(each, name=f"{name} engine {rank}".strip(), sockets=list(sockets[rank].values()))
-        for rank, each in enumerate(configs)
-    ]
-
-
-def _stepping_together(config: EngineConfig, rendezvous: str, sockets: Mapping[int, socket.socket]) -> EngineConfig:
-    num_tokens = max(1, config.scheduler.max_num_batched_tokens // config.parallel.data_parallel_size)
-    return msgspec.structs.replace(
-        config,
-        scheduler=msgspec.structs.replace(config.scheduler, max_num_batched_tokens=num_tokens),
-        lockstep=LockstepConfig(rendezvous=rendezvous, sockets={rank: each.fileno() for rank, each in sockets.items()}),
-    )
+        num_tokens = max(1, config.scheduler.max_num_batched_tokens // num_engines)
+        scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=num_tokens)
+        config = msgspec.structs.replace(config, scheduler=scheduler)
+    engines = []
+    for rank, to in enumerate(sockets):
+        descriptors = {other: each.fileno() for other, each in to.items()}
+        member = DataParallelMember(rank=rank, rendezvous=rendezvous, sockets=descriptors)
+        own = msgspec.structs.replace(config, data_parallel=member)
+        engines.append(AsyncMPClient(own, name=f"{name} engine {rank}".strip(), sockets=list(to.values())))
+    return engines

@@ -7,6 +7,7 @@ later finds the engine without any table, also after it has ended.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
@@ -49,9 +50,11 @@ def data_parallel_rank_of(engine_id: RequestId) -> int:
 class DataParallelClient:
     """See EngineClient. Ends as soon as one of the engines dies."""
 
-    def __init__(self, engines: Sequence[EngineClient]) -> None:
-        """Takes ownership of the engines' clients, of which there are at least two."""
+    def __init__(self, engines: Sequence[EngineClient], directory: str | None = None) -> None:
+        """Takes ownership of the engines' clients, of which there are at least two, and of a directory that they
+        use."""
         self._engines = engines
+        self._directory = directory
         self._stats = [EngineStats()] * len(engines)
         self._num_sent = [0] * len(engines)  # requests since the stats
         self._last = len(engines) - 1  # that was chosen
@@ -149,6 +152,8 @@ class DataParallelClient:
     async def close(self) -> None:
         """See EngineClient."""
         await _all(engine.close() for engine in self._engines)
+        if self._directory is not None:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -39,10 +39,11 @@ def _join_experts(config: EngineConfig, rank: int, ranks: Ranks) -> ExpertRanks 
     parallel = config.parallel
     if not parallel.enable_expert_parallel:
         return None
-    if parallel.data_parallel_size == 1:
+    member = config.data_parallel
+    if member is None:
         return ExpertRanks(ranks)
-    number, size = config.data_parallel_rank * parallel.num_ranks + rank, parallel.world_size
-    store, address = open_rendezvous(config.lockstep.rendezvous, size)
+    number, size = member.rank * parallel.num_ranks + rank, parallel.world_size
+    store, address = open_rendezvous(member.rendezvous, size)
     timeout_s, join_timeout_s = parallel.step_timeout_s + GRACE_S, parallel.join_timeout_s
     all_ranks = GlooRanks(store, number, size, address=address, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
-    return ExpertRanks(all_ranks, config.data_parallel_rank, parallel.data_parallel_size)
+    return ExpertRanks(all_ranks, member.rank, parallel.data_parallel_size)
