@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 
 class Ranks(Protocol):
@@ -26,6 +28,9 @@ class Ranks(Protocol):
 
     def wait_for_all(self) -> None:
         """Returns when all ranks have called it, also if that takes minutes, as loading weights may."""
+
+    def open_store(self, name: str) -> Store:
+        """A store for a further way to meet, with keys of its own."""
 
     def close(self) -> None:
         """Leaves the others. Idempotent."""
@@ -51,5 +56,14 @@ class OneRank:
     def wait_for_all(self) -> None:
         """See Ranks."""
 
+    def open_store(self, name: str) -> Store:
+        """See Ranks."""
+        return HashStore()
+
     def close(self) -> None:
         """See Ranks."""
+
+
+def joined(gathered: torch.Tensor, size: int) -> torch.Tensor:
+    """From tensors of so many ranks one after the other, [size * first, ..., n], to [first, ..., size * n]."""
+    return gathered.view(size, -1, *gathered.shape[1:]).movedim(0, -2).flatten(-2)

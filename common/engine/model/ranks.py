@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from common.engine.devices.ranks import Ranks
+from common.engine.devices.ranks import Ranks, joined
 from common.errors import EngineDeadError
 
 _LOAD_TIMEOUT = timedelta(hours=1)  # a driver ends ranks earlier that wait for one that is gone
@@ -64,12 +64,15 @@ class GlooRanks:
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         with self._failures():
             self._group._allgather_base(gathered, tensor).wait()  # noqa: SLF001
-        # [size * first, ..., n] -> [size, first, ..., n] -> [first, ..., size, n] -> [first, ..., size * n]
-        return gathered.view(self.size, *tensor.shape).movedim(0, -2).flatten(-2)
+        return joined(gathered, self.size)
 
     def wait_for_all(self) -> None:
         """See Ranks."""
         self._meet(_LOAD_TIMEOUT)
+
+    def open_store(self, name: str) -> Store:
+        """See Ranks."""
+        return PrefixStore(name, self._store)
 
     def close(self) -> None:
         """See Ranks."""

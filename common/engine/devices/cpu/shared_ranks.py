@@ -16,6 +16,7 @@ import secrets
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from common.engine.devices.cpu.kernels import reduction
 from common.engine.devices.cpu.kernels.compiled import (
@@ -126,6 +127,10 @@ class SharedRanks:
     def wait_for_all(self) -> None:
         """See Ranks."""
         self._group.wait_for_all()
+
+    def open_store(self, name: str) -> Store:
+        """See Ranks."""
+        return self._group.open_store(name)
 
     def close(self) -> None:
         """See Ranks. The others are told, and end if they wait for this rank."""

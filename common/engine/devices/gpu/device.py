@@ -13,7 +13,9 @@ from common.engine.devices.base import StepSampler
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedStepError
 from common.engine.devices.gpu.decode_graphs import CudaRecorder, DecodeGraphs, graph_sizes
 from common.engine.devices.gpu.memory import CudaMemory
+from common.engine.devices.gpu.nccl_ranks import meet_over_nccl
 from common.engine.devices.operators import Operators
+from common.engine.devices.ranks import Ranks
 from common.engine.devices.torch.attention_check import check_attention
 from common.engine.devices.torch.device import TorchDevice
 from common.errors import ConfigError
@@ -93,6 +95,10 @@ class CudaDevice(TritonDevice):
     def default_dtype(self, own: torch.dtype) -> torch.dtype:
         """See Device."""
         return own
+
+    def collectives(self, ranks: Ranks) -> Ranks:
+        """See Device."""
+        return meet_over_nccl(ranks, self.torch_device) if ranks.size > 1 else ranks
 
     def record_decodes(self, forward: Forward, kernels: Kernels, limits: DecodeLimits) -> DecodeGraphs | None:
         """See Device. All sizes are recorded now."""

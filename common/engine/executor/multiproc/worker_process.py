@@ -136,7 +136,7 @@ class RankProcess:
         self._decode: Decoder[ToRanks] = Decoder(ToRanks)
         self._clock = StepClock(launch.rank)
         self._constrained: set[RequestId] = set()  # live requests with a grammar
-        self._ahead: deque[_Message] = deque()  # steps that came before the masks of the one that runs
+        self._ahead: deque[_Message] = deque()  # came before the masks of the step that runs
 
     def run(self) -> None:
         """Serves until the driver closes this rank."""
@@ -217,7 +217,7 @@ class RankProcess:
         """See MaskSource."""
         if self._answers:
             self._calls.send(encode(WantMasks(list(request_ids), lengths.tolist())))
-        while isinstance((message := self._read()).decoded, Step):
+        while not isinstance((message := self._read()).decoded, Masks | Close):
             self._ahead.append(message)
         if not isinstance(message.decoded, Masks):
             raise EOFError("the driver ends in a step")
