@@ -352,7 +352,10 @@ def _parallel(role: str, args: argparse.Namespace, config: ClusterConfig, docume
     default = ParallelConfig()
     of_all = {name: getattr(config.engine.parallel, name) for name in names}
     given = {name: value for name, value in of_all.items() if value != getattr(default, name)}
-    return build(ParallelConfig, args, Section(given, path="cluster").over(own), prefix=role)
+    parallel = build(ParallelConfig, args, Section(given, path="cluster").over(own), prefix=role)
+    if parallel.nnodes > 1:
+        raise ConfigError("--nnodes: `baton up` is for one machine; run `baton serve` on each", param="nnodes")
+    return parallel
 
 
 def _not_passed(role: str) -> frozenset[str]:

@@ -396,6 +396,10 @@ def test_every_setting_is_an_option_of_up_or_told_where_it_goes(capsys: pytest.C
         (["a/b", "--models", "x=c/d"], "--models and --model exclude each other"),
         (["--served-model-name", "y", "--models", "x=c/d"], "--models and --served-model-name exclude each other"),
         (["--models", "x" * 300 + "=c/d"], "--models: names must have 1 to "),
+        (
+            ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "x"],
+            "--nnodes: `baton up` is for one machine; run `baton serve` on each",
+        ),
         (["--decode-tensor-parallel-size", "0"], "--decode-tensor-parallel-size: must be >= 1, got 0"),
         (
             ["--decode-rank-devices", "0,1"],

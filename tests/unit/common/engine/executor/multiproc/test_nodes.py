@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from common import __version__
@@ -198,6 +199,22 @@ def test_a_rank_of_another_start_is_not_heard(tmp_path: Path) -> None:
         assert_refused(config, encode(JoinRank(bytes(16), 1, is_news=False)))
     finally:
         nodes.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("create_unloadable", "/nowhere has no weights"),
+        ("create_other_models", "fingerprint is 0000.* on rank 0, 0101"),
+    ],
+)
+def test_what_a_rank_on_another_machine_refuses_ends_the_start(tmp_path: Path, name: str, problem: str) -> None:
+    config = on_nodes(config_of(), tmp_path)
+    with node(config) as other:
+        with pytest.raises(ModelLoadError, match=problem):  # the first rank would wait for it
+            InprocClient(config, MultiprocExecutor(config, f"{rank_workers.MODULE}:{name}"))
+        psutil.wait_procs(other.ranks(), DEADLINE_S)
+        assert other.process.poll() is None
 
 
 @pytest.mark.parametrize(
