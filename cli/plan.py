@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cli import plan_ranks
 from cli.environment import KEY_VARIABLE, api_key
 from cli.exit_codes import EXIT_FAILED, EXIT_UNREACHABLE, OF_TOOLS
 from cli.router_address import fetch_json
@@ -32,6 +33,7 @@ _EXAMPLES = (
     "baton plan --profile qwen3.json --slo-ttft 500ms --slo-itl 50ms --rate 10 --isl 2000 --osl 200",
     "baton plan --url http://127.0.0.1:8000 --slo-ttft 2s --slo-itl 100 --trace conversation_trace.jsonl",
     "baton plan --profile qwen3.json --slo-ttft 500 --slo-itl 50 --rate 10 --isl 2000 --osl 200 --values plan.yaml",
+    "baton plan ranks Qwen/Qwen3-0.6B --memory 1GiB",
 )
 _ENVIRONMENT = f"""\
 environment:
@@ -48,6 +50,8 @@ _STAYS = 4  # a simulation lasts so many times as long as a request
 
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Returns the exit code; raises BatonError."""
+    if argv[:1] == ["ranks"]:
+        return plan_ranks.main(argv[1:])
     args = _parser().parse_args(argv)
     slo = Slo(_seconds(args.slo_ttft, "--slo-ttft"), _seconds(args.slo_itl, "--slo-itl"), args.percentile)
     workload = _workload(args, slo)

@@ -47,10 +47,7 @@ def load_rank(
 ) -> tuple[Any, Stage]:
     """The rank's part of the model, on the host. `experts`: among which experts are cut whole. Raises ConfigError if
     the model cannot be cut, before weights are read, and ModelLoadError if they are not there."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        )
+    model = _on_meta_device(model_config, dtype)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     stage = cut_stage(model, links) if links.num_stages > 1 else whole_model(model)
@@ -85,6 +82,29 @@ def _own_experts(local: Any, layer: str, plan: RankPlan, experts: ExpertRanks) -
     local.num_experts = part.stop - part.start
     local._is_expert_parallel = True  # noqa: SLF001  see WholeExperts
     return WholeExperts(local, part.start, experts)
+
+
+def rank_bytes(model_config: Any, dtype: torch.dtype, size: int) -> int:
+    """Bytes of the weights of the rank that has most. Raises ConfigError if the model cannot be cut."""
+    model = _on_meta_device(model_config, dtype)
+    plan = RankPlan({}, {}, []) if size == 1 else plan_of(model, 0, size)
+    total = 0
+    for name, weight in model.named_parameters():
+        part = _part_of(name, plan)
+        num_own = weight.numel()
+        if part is not None:
+            dim = part.dim if weight.dim() > 1 else 0
+            num_rows = (part.stop - part.start) * part.runs + part.padding
+            num_own = num_own // weight.shape[dim] * num_rows
+        total += num_own * weight.itemsize
+    return total
+
+
+def _on_meta_device(model_config: Any, dtype: torch.dtype) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        )
 
 
 def _conversions(model: Any, dtype: torch.dtype) -> list[WeightRenaming | WeightConverter]:

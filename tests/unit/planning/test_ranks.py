@@ -1,0 +1,70 @@
+"""What ranks of a model take, without its weights."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from cli.main import main
+from common.engine.devices.ranks import OneRank
+from common.engine.model.rank_loader import load_rank, rank_bytes
+from common.errors import ConfigError
+from planning.ranks import PROCESS_BYTES, rank_table
+from tests.tiny_models import tiny_model_dir
+
+
+class _FirstOfTwo(OneRank):
+    size = 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral"])
+def test_weights_are_as_large_as_those_that_a_rank_loads(architecture: str) -> None:
+    directory = tiny_model_dir(architecture)
+    config = AutoConfig.from_pretrained(directory)
+    files = sorted(directory.glob("*.safetensors"))
+    loaded = load_rank(directory, files, config, torch.float32, _FirstOfTwo())
+    assert rank_bytes(config, torch.float32, 2) == sum(each.nbytes for each in loaded.parameters())
+    assert rank_bytes(config, torch.bfloat16, 2) == rank_bytes(config, torch.float32, 2) / 2
+
+
+def test_ranks_have_parts_of_weights_and_kv_but_one_kv_head_at_least() -> None:
+    directory = tiny_model_dir("llama")
+    config = AutoConfig.from_pretrained(directory)
+    table = rank_table(str(directory), [1, 2, 4, 3], None)
+    one, two, four = table.sizes
+    head = 2 * config.num_hidden_layers * config.hidden_size // config.num_attention_heads * 4
+    assert one.kv_per_token == table.handoff_per_token == config.num_key_value_heads * head
+    assert (two.kv_per_token, four.kv_per_token) == (max(1, config.num_key_value_heads // 2) * head, head)
+    assert one.weights > two.weights > four.weights
+    heads = f"tensor_parallel_size: 3 ranks cannot share {config.num_attention_heads} heads evenly"
+    assert table.refused == {3: heads}
+    with pytest.raises(ConfigError, match=heads):
+        rank_table(str(directory), [3], None)
+    assert table.fewest(PROCESS_BYTES + one.weights + one.kv_per_token) == one
+    assert table.fewest(PROCESS_BYTES + one.weights - 1) == two
+    assert table.fewest(PROCESS_BYTES) is None
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "ranks", "--memory", "1GiB"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^ +2 .* 2,048 B +32,768 B", text, re.MULTILINE)
+    assert "8  refused: tensor_parallel_size: 8 ranks cannot share 4 heads evenly" in text
+    assert "It takes 1 rank.\nA handoff moves 4,096 B for each token" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--memory", "much"], "--memory: not a size in bytes: 'much'"),
+        (["--memory", "1GB", "--tensor-parallel-size", "0"], "--tensor-parallel-size: must be an integer from 1 to"),
+        (["--memory", "1GB", "--tensor-parallel-size", "7"], "tensor_parallel_size: 7 ranks cannot share 4 heads"),
+        (["/nowhere", "--memory", "1GB"], "/nowhere: "),
+    ],
+)
+def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "ranks", *argv]) == 2
+    assert message in capsys.readouterr().err
