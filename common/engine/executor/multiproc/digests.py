@@ -1,7 +1,8 @@
 """A guard against ranks that part ways: each writes a digest of what it has done so far to memory that all share.
 
 Every step digests the one before, what the scheduler decided, and what was sampled. A rank that ends a step looks at
-where the others were after the step before: they have all begun this one, as ranks compute together.
+where the others were after the step before: they have all begun this one, as ranks compute together. Then it looks at
+those that have ended this step as well, so that the last to end it sees a difference although no step may follow.
 """
 
 from __future__ import annotations
@@ -39,32 +40,28 @@ class RankDigests:
         return self._number, self._digest
 
     def end_step(self, decisions: bytes | bytearray, results: bytes) -> None:
-        """Raises EngineDeadError if a rank did something else until the step before."""
-        for other in range(self._num_ranks):
-            self._compare(other, *self.last)
-        self._number = (self._number + 1) % (1 << 64 - _NUMBER_BITS)
-        self._digest = zlib.crc32(results, zlib.crc32(decisions, self._digest))
-        self._write()
+        """Raises EngineDeadError if a rank did something else until the step before, or in this one if it has ended
+        it."""
+        self._compare_all()
+        number = (self._number + 1) % (1 << 64 - _NUMBER_BITS)
+        self.note(number, zlib.crc32(results, zlib.crc32(decisions, self._digest)))
 
     def note(self, number: int, digest: int) -> None:
-        """The rank, which does not see this memory, has ended a step. Raises as `end_step` does if others have ended
-        it; those that have not will compare."""
+        """The rank, which may not see this memory, has ended a step. Raises EngineDeadError if another has ended it and
+        did something else; those that have not will compare."""
         self._number, self._digest = number, digest
-        self._write()
-        for other in range(self._num_ranks):
-            self._compare(other, number, digest)
-
-    def _write(self) -> None:
         # As one word, so that none is read while half of it is written.
-        self._entries[self._place(self._rank)] = (self._number << _NUMBER_BITS) + self._digest
+        self._entries[self._place(self._rank)] = (number << _NUMBER_BITS) + digest
+        self._compare_all()
 
-    def _compare(self, other: int, own_number: int, own_digest: int) -> None:
-        number, digest = divmod(self._entries[self._place(other)], 1 << _NUMBER_BITS)
-        if number == own_number and digest != own_digest:
-            raise EngineDeadError(
-                f"the ranks have parted ways: after step {number}, rank {self._rank} has digest "
-                f"{own_digest:08x}, rank {other} has {digest:08x}"
-            )
+    def _compare_all(self) -> None:
+        for other in range(self._num_ranks):
+            number, digest = divmod(self._entries[self._place(other)], 1 << _NUMBER_BITS)
+            if number == self._number and digest != self._digest:
+                raise EngineDeadError(
+                    f"the ranks have parted ways: after step {number}, rank {self._rank} has digest "
+                    f"{self._digest:08x}, rank {other} has {digest:08x}"
+                )
 
     def _place(self, rank: int) -> int:
         return rank * _NUM_ENTRIES + self._number % _NUM_ENTRIES
