@@ -69,9 +69,9 @@ def probe_nixl() -> dict[str, Any]:
     ]
     producer, consumer = (Agent(bindings, region) for region in regions)
     producer.add_peer(consumer.name, consumer.metadata)
-    whole = Cut(0, BLOCK_BYTES, BLOCK_BYTES, num_runs=1)
+    whole = Cut(0, BLOCK_BYTES, BLOCK_BYTES, runs_per_block=1, first_run=0, num_runs=1)
     own, others = producer.prepare_blocks(regions[0], whole), producer.prepare_blocks(regions[1], whole, consumer.name)
-    transfer = producer.write(own, [0], others, [0], whole.num_runs)
+    transfer = producer.write(own, [0], whole, others, [0], whole)
     for _ in range(_ATTEMPTS):
         if producer.is_done(transfer):
             break

@@ -87,9 +87,9 @@ class Agent:
             self._agent.invalidateRemoteMD(name)
 
     def prepare_blocks(self, region: Region, cut: Cut, peer: str | None = None) -> BlockList:
-        """Prepares a part of all blocks of this agent's region or of a peer's, one descriptor for each of its runs.
+        """Prepares all blocks of this agent's region or of a peer's, one descriptor for each run of the cut.
         Raises StoreError, also if the peer has not registered them."""
-        base, num_runs = region.base + cut.first_byte, region.num_blocks * cut.num_runs
+        base, num_runs = region.base + cut.first_byte, region.num_blocks * cut.runs_per_block
         strided = np.array([[base, cut.run_bytes, region.device_id, cut.stride_bytes, num_runs]], dtype=np.uint64)
         with self._mapped("prepare"):
             owner = self._nixl.NIXL_INIT_AGENT if peer is None else peer
@@ -101,18 +101,18 @@ class Agent:
             self._agent.releasedDlistH(blocks)
 
     def write(
-        self, own: BlockList, own_ids: Sequence[int], to: BlockList, to_ids: Sequence[int], num_runs: int
+        self, own: BlockList, own_ids: Sequence[int], source: Cut, to: BlockList, to_ids: Sequence[int], target: Cut
     ) -> Handle:
-        """Starts to write blocks of `num_runs` descriptors each; runs of adjacent ones become one descriptor. Raises
-        StoreError, after which nothing is in flight."""
+        """Starts to write a part of blocks, from lists prepared with these cuts; runs of adjacent ones become one
+        descriptor. Raises StoreError, after which nothing is in flight."""
         with self._mapped("prepare"):
             handle = Handle(
                 self._agent.makeXferReq(
                     self._nixl.NIXL_WRITE,
                     own,
-                    _descriptors(own_ids, num_runs),
+                    _descriptors(own_ids, source),
                     to,
-                    _descriptors(to_ids, num_runs),
+                    _descriptors(to_ids, target),
                 )
             )
         try:
@@ -154,8 +154,9 @@ class Agent:
             raise StoreError(f"nixl could not {step}: {error}") from error
 
 
-def _descriptors(block_ids: Sequence[int], num_runs: int) -> npt.NDArray[np.int32]:
-    """The indices of the blocks' descriptors in a BlockList."""
-    runs: npt.NDArray[np.int32] = np.arange(num_runs, dtype=np.int32)
-    descriptors: npt.NDArray[np.int32] = np.add.outer(np.array(block_ids, dtype=np.int32) * num_runs, runs)
+def _descriptors(block_ids: Sequence[int], cut: Cut) -> npt.NDArray[np.int32]:
+    """The indices of a part's descriptors in a BlockList."""
+    runs: npt.NDArray[np.int32] = np.arange(cut.first_run, cut.first_run + cut.num_runs, dtype=np.int32)
+    firsts = np.array(block_ids, dtype=np.int32) * cut.runs_per_block
+    descriptors: npt.NDArray[np.int32] = np.add.outer(firsts, runs)
     return descriptors.reshape(-1)

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 
 class Cut(NamedTuple):
-    """The places of a part in each block of a region: `num_runs` runs of `run_bytes`, `stride_bytes` apart."""
+    """The places of a part in each block of a region: a run of the block's runs, all of which are `stride_bytes` apart,
+    also from one block to the next."""
 
-    first_byte: int  # in the block
+    first_byte: int  # of the block's first run
     run_bytes: int
     stride_bytes: int
+    runs_per_block: int
+    first_run: int  # of the part
     num_runs: int
 
 
@@ -47,14 +50,15 @@ class SlabShape:
 
     def cut(self, part: Part, *, in_one_run: bool) -> Cut:
         """The places of a part. `in_one_run`: it has all heads of the slab, and of the one at the other end."""
-        plane_bytes = self.num_heads * self.head_bytes
-        first_byte, num_planes = 2 * part.layer * plane_bytes + part.head * self.head_bytes, 2 * part.num_layers
+        plane_bytes, first_head = self.num_heads * self.head_bytes, part.head * self.head_bytes
         if in_one_run:
-            return Cut(first_byte, num_planes * plane_bytes, num_planes * plane_bytes, 1)
-        return Cut(first_byte, part.num_heads * self.head_bytes, plane_bytes, num_planes)
+            first_byte, run_bytes = 2 * part.layer * plane_bytes, 2 * part.num_layers * plane_bytes
+            return Cut(first_byte, run_bytes, self.num_bytes, 1, 0, 1)
+        run_bytes, num_runs = part.num_heads * self.head_bytes, 2 * part.num_layers
+        return Cut(first_head, run_bytes, plane_bytes, self.num_planes, 2 * part.layer, num_runs)
 
     def runs(self, slab: Buffer, part: Part) -> list[memoryview]:
         """Returns the bytes of a part in each plane, in place; one run if it has all heads."""
-        first_byte, run_bytes, stride_bytes, num_runs = self.cut(part, in_one_run=part.num_heads == self.num_heads)
-        stop, view = first_byte + num_runs * stride_bytes, memoryview(slab)
-        return [view[start : start + run_bytes] for start in range(first_byte, stop, stride_bytes)]
+        cut, view = self.cut(part, in_one_run=part.num_heads == self.num_heads), memoryview(slab)
+        starts = (cut.first_byte + run * cut.stride_bytes for run in range(cut.first_run, cut.first_run + cut.num_runs))
+        return [view[start : start + cut.run_bytes] for start in starts]

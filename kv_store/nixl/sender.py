@@ -62,7 +62,7 @@ class Sender:
         peer = self._peer(agent, address, target)
         try:
             own_blocks, blocks = self._own_blocks[source], peer.blocks[target]
-            handle = agent.write(own_blocks, block_ids, blocks, to_ids, source.num_runs)
+            handle = agent.write(own_blocks, block_ids, source, blocks, to_ids, target)
         except StoreError:
             self._break(agent, peer)
             raise

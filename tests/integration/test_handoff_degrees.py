@@ -29,7 +29,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)  # so m
 LENGTHS = (1, BLOCK_SIZE, 3 * CHUNK - 1, 5 * CHUNK + 5)
 DEGREES = [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8), (8, 2)]
 NUM_KV_HEADS = 4  # of ranks of degree 8, two have the same one
-OpenEngine = Callable[[int], InprocClient]
+OpenEngine = Callable[..., InprocClient]
+CUTS = [((1, (2, 1)), (1, ())), ((1, ()), (1, (2, 1))), ((2, ()), (1, (1, 2))), ((2, (1, 1, 1)), (4, (1, 2)))]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +55,11 @@ def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open
     }[request.param]()
     opened: list[InprocClient] = []
 
-    def open_one(num_ranks: int) -> InprocClient:
+    def open_one(num_ranks: int, layers_by_stage: tuple[int, ...] = ()) -> InprocClient:
         config = EngineConfig(
             cache=CacheConfig(block_size=BLOCK_SIZE), scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK)
         )
-        first, *others = [create_connector(name, options) for _ in range(num_ranks)]
+        first, *others = [create_connector(name, options) for _ in range(num_ranks * max(1, len(layers_by_stage)))]
         executor = FakeExecutor(
             block_size=BLOCK_SIZE,
             connector=first,
@@ -66,6 +67,8 @@ def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open
             groups=TWO_GROUPS,
             num_ranks=num_ranks,
             num_kv_heads=NUM_KV_HEADS,
+            num_layers=3,
+            layers_by_stage=layers_by_stage,
         )
         opened.append(InprocClient(config, executor))
         return opened[-1]
@@ -84,6 +87,19 @@ def expected(prompt: list[int]) -> list[int]:
 def test_all_kv_arrives(open_engine: OpenEngine, of_producer: int, of_consumer: int) -> None:
     prompts = [prompt_of(length) for length in LENGTHS]
     handoffs = Handoffs(open_engine(of_producer), open_engine(of_consumer))
+    for request, prompt in zip(handoffs.run(prompts, GREEDY), prompts, strict=True):
+        assert request.token_ids == expected(prompt)
+        assert request.received is not None
+        assert (request.received.num_tokens, request.received.recompute_reason) == (len(prompt), "")
+    assert handoffs.consumer.stats().num_prompt_tokens == 0
+
+
+@pytest.mark.parametrize(("of_producer", "of_consumer"), CUTS)
+def test_all_kv_arrives_between_stages(
+    open_engine: OpenEngine, of_producer: tuple[int, tuple[int, ...]], of_consumer: tuple[int, tuple[int, ...]]
+) -> None:
+    prompts = [prompt_of(length) for length in LENGTHS]
+    handoffs = Handoffs(open_engine(*of_producer), open_engine(*of_consumer))
     for request, prompt in zip(handoffs.run(prompts, GREEDY), prompts, strict=True):
         assert request.token_ids == expected(prompt)
         assert request.received is not None
@@ -113,12 +129,12 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KVConnectorConf
     return KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
 
 
-def config_of(connector: KVConnectorConfig, num_ranks: int, model: str = "") -> EngineConfig:
+def config_of(connector: KVConnectorConfig, num_ranks: int, model: str = "", num_stages: int = 1) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=model, dtype="float32", max_model_len=256),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=128),
         scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
-        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages),
         connector=connector,
     )
 
@@ -134,14 +150,18 @@ def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_produc
 
 
 @pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
-@pytest.mark.parametrize(("of_producer", "of_consumer"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("of_producer", "of_consumer"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (1, 1)), ((2, 1), (1, 2))]
+)
 def test_tokens_of_models_are_those_of_transformers(
-    connector: KVConnectorConfig, of_producer: int, of_consumer: int
+    connector: KVConnectorConfig, of_producer: tuple[int, int], of_consumer: tuple[int, int]
 ) -> None:
+    """Cuts are of ranks that share heads, and stages."""
     directory = tiny_model_dir("llama")
     prompts = [prompt_of(length) for length in LENGTHS]
     producer, consumer = (
-        InprocClient(config_of(connector, num_ranks, str(directory))) for num_ranks in (of_producer, of_consumer)
+        InprocClient(config_of(connector, num_ranks, str(directory), num_stages))
+        for num_ranks, num_stages in (of_producer, of_consumer)
     )
     with producer, consumer:
         decoded = handed_over(producer, consumer, prompts)
