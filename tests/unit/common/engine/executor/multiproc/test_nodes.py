@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import re
 import signal
 import socket
@@ -84,6 +85,22 @@ def test_blocks_of_ranks_on_two_machines_are_those_of_one_in_a_store(tmp_path: P
     saved = [{path.name: path.read_bytes() for path in each.iterdir()} for each in stores]
     assert saved[0].keys() <= saved[1].keys()
     assert all(saved[1][name] == content for name, content in saved[0].items())
+
+
+def test_ranks_on_two_machines_that_part_ways_are_an_error(tmp_path: Path) -> None:
+    config = on_nodes(config_of(), tmp_path)
+    executor = MultiprocExecutor(config, f"{rank_workers.MODULE}:create_unseeded")
+    failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    with node(config), InprocClient(config, executor) as client:
+        executor.watch(failures.put)
+        seeded = SamplingParams(seed=5, max_tokens=24)
+        client.add_request(AddRequest(request_id=RequestId("r"), prompt_token_ids=PROMPT, sampling=seeded))
+        with contextlib.suppress(EngineDeadError):  # it may come after the last step
+            while client.has_unfinished:
+                client.step()
+        assert re.match(
+            r"the ranks have parted ways: after step \d+, rank \d has", str(failures.get(timeout=DEADLINE_S))
+        )
 
 
 def kill(machine: NodeProcess) -> None:
