@@ -159,6 +159,36 @@ def test_groups_are_scaled(kind: str) -> None:
     assert scaler["spec"]["scaleTargetRef"]["kind"] == "LeaderWorkerSet"
 
 
+@pytest.mark.parametrize(
+    ("cpu", "settings", "nodes", "threads"),
+    [
+        ("8", {"tensor_parallel_size": 2}, 1, "4"),
+        ("7500m", {"tensor_parallel_size": 2}, 1, "3"),
+        (2, {"tensor_parallel_size": 4}, 1, "1"),
+        ("1.5", {"tensor_parallel_size": 2, "data_parallel_size": 2}, 1, "1"),
+        ("8", {"tensor_parallel_size": 4}, 2, "4"),
+    ],
+)
+def test_ranks_of_a_pod_share_its_cpus(cpu: str | int, settings: dict[str, int], nodes: int, threads: str) -> None:
+    decode = {"settings": settings, "nodes": nodes, "resources": {"limits": {"cpu": cpu}}}
+    templates = render({"decode": decode, "clusterTls": {"mode": "certManager"}}).pod_templates()
+    (found,) = {
+        variable["value"]
+        for _, template in templates
+        for container in template["spec"]["containers"]
+        for variable in container.get("env", ())
+        if variable["name"] == "OMP_NUM_THREADS" and "value" in variable
+    }
+    assert found == threads
+
+
+def test_each_rank_has_a_gpu() -> None:
+    decode = {"settings": {"tensor_parallel_size": 2}, "gpu": {"count": 2}}
+    (template,) = [each for name, each in render({"decode": decode}).pod_templates() if "decode" in name]
+    (container,) = template["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+
+
 CONTRADICTIONS = {
     "model.hub.repository": {"model.source": "hub"},
     "model.hub.revision": {"model.source": "hub", "model.hub.repository": "Qwen/Qwen3-0.6B"},
@@ -169,6 +199,7 @@ CONTRADICTIONS = {
     "set prefill.sharedMemory": {"prefill.sharedMemory": ""},
     "set decode.sharedMemory": {"decode.sharedMemory": ""},
     "raise decode.replicas": {"decode.gpu.count": 2},
+    "make for 2 ranks in each pod": {"decode.gpu.count": 4, "decode.settings.tensor_parallel_size": 2},
     "set connector.type: nixl, or disable": {
         "connector.type": "shared-storage",
         "connector.nixl.rdma.enabled": True,

@@ -134,7 +134,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
             "prefill.nodes": 2,
             "prefill.settings.tensor_parallel_size": 2,
             "decode.nodes": 2,
-            "decode.settings.tensor_parallel_size": 4,
+            "decode.settings.tensor_parallel_size": 2,
             "clusterTls.mode": "certManager",
         },
     },

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from cli.main import main
 from common.engine.devices.ranks import OneRank
 from common.engine.model.rank_loader import load_rank, rank_bytes
+from common.engine.model.stage_links import OneStage
 from common.errors import ConfigError
 from planning.ranks import PROCESS_BYTES, rank_table
 from tests.tiny_models import tiny_model_dir
@@ -25,7 +26,7 @@ def test_weights_are_as_large_as_those_that_a_rank_loads(architecture: str) -> N
     directory = tiny_model_dir(architecture)
     config = AutoConfig.from_pretrained(directory)
     files = sorted(directory.glob("*.safetensors"))
-    loaded = load_rank(directory, files, config, torch.float32, _FirstOfTwo())
+    loaded, _ = load_rank(directory, files, config, torch.float32, _FirstOfTwo(), None, OneStage())
     assert rank_bytes(config, torch.float32, 2) == sum(each.nbytes for each in loaded.parameters())
     assert rank_bytes(config, torch.bfloat16, 2) == rank_bytes(config, torch.float32, 2) / 2
 

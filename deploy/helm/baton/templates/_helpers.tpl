@@ -317,3 +317,18 @@ priorityClassName: {{ . }}
   secret: {secretName: {{ include "baton.tlsSecret" . }}, defaultMode: 0440}
 {{- end }}
 {{- end -}}
+
+{{/* How many ranks run in each pod of a role, whose values are the argument. */}}
+{{- define "baton.ranksPerNode" -}}
+{{- $settings := .settings -}}
+{{- $ranks := mul (default 1 $settings.tensor_parallel_size) (default 1 $settings.pipeline_parallel_size) (default 1 $settings.data_parallel_size) -}}
+{{- max 1 (div $ranks (max 1 (int .nodes))) -}}
+{{- end -}}
+
+{{/* Threads of each rank: values of the role, and ranks in a pod. They share its CPUs; one each where none are set. */}}
+{{- define "baton.threadsPerRank" -}}
+{{- $resources := (index . 0).resources -}}
+{{- $cpu := toString (default (default 1 (default dict $resources.requests).cpu) (default dict $resources.limits).cpu) -}}
+{{- $milli := ternary (trimSuffix "m" $cpu | int) (mulf (float64 $cpu) 1000 | int) (hasSuffix "m" $cpu) -}}
+{{- max 1 (div $milli (mul 1000 (index . 1))) -}}
+{{- end -}}

@@ -60,7 +60,12 @@ spec:
         {{- end }}
         {{- if not $onGpu }}
         - name: OMP_NUM_THREADS
+          {{- $ranks := int (include "baton.ranksPerNode" $pod) }}
+          {{- if gt $ranks 1 }}
+          value: {{ include "baton.threadsPerRank" (list $pod $ranks) | quote }}
+          {{- else }}
           valueFrom: {resourceFieldRef: {containerName: {{ $role }}, resource: {{ ternary "limits" "requests" (hasKey (default dict $pod.resources.limits) "cpu") }}.cpu, divisor: "1"}}
+          {{- end }}
         {{- end }}
         {{- if eq $connector.type "nixl" }}
         {{- with $connector.nixl.ucxTls }}

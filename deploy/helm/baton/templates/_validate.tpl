@@ -40,8 +40,9 @@
 {{- if and (eq $connector.type "nixl") (not $pod.sharedMemory) -}}
 {{- fail (printf "connector.type is nixl, and UCX needs shared memory: set %s.sharedMemory, for example to 1Gi" $role) -}}
 {{- end -}}
-{{- if gt (int $pod.gpu.count) 1 -}}
-{{- fail (printf "%s.gpu.count is %d, and a pod uses one GPU: set it to 1 and raise %s.replicas" $role (int $pod.gpu.count) $role) -}}
+{{- $ranks := int (include "baton.ranksPerNode" $pod) -}}
+{{- if and (gt (int $pod.gpu.count) 0) (ne (int $pod.gpu.count) $ranks) -}}
+{{- fail (printf "%s.gpu.count is %d, and %s.settings and nodes make for %d ranks in each pod, which use a GPU each: set it to %d, or %s.settings.tensor_parallel_size; for more pods raise %s.replicas" $role (int $pod.gpu.count) $role $ranks $ranks $role $role) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $connector.nixl.rdma.enabled (ne $connector.type "nixl") -}}
