@@ -11,7 +11,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-page test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -38,6 +38,10 @@ test-kernels: $(DEV)
 ## of `baton top`. A minute.
 test-page: $(DEV)
 	$(BIN)/pytest -m page tests/page $(ARGS)
+
+## Handoffs between all degrees, over each connector, while a rank is killed, stopped or cut off. A quarter of an hour.
+test-matrix: $(DEV)
+	$(BIN)/pytest -m matrix tests/matrix $(ARGS)
 
 ## Needs a CUDA device.
 test-gpu: $(DEV)

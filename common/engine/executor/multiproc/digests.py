@@ -2,8 +2,9 @@
 
 Every step digests the one before, what the scheduler decided, and what was sampled. A rank that ends a step looks at
 where the others were after the step before: those of its stage have all begun this one, as they compute together, and
-those of earlier stages have ended it. Only the last stage samples: half of a digest is of results, and is compared
-within a stage.
+those of earlier stages have ended it. Then it looks at those that have ended this step as well, so that the last to end
+it sees a difference although no step may follow. Only the last stage samples: half of a digest is of results, and is
+compared within a stage.
 """
 
 from __future__ import annotations
@@ -46,35 +47,31 @@ class RankDigests:
         return self._number, self._digest
 
     def end_step(self, decisions: bytes | bytearray, results: bytes) -> None:
-        """Raises EngineDeadError if a rank did something else until the step before."""
-        for other in range(self._num_ranks):
-            self._compare(other, *self.last)
-        self._number = (self._number + 1) % (1 << 64 - _NUMBER_BITS)
+        """Raises EngineDeadError if a rank did something else until the step before, or in this one if it has ended
+        it."""
+        self._compare_all()
         self._decisions = zlib.crc32(decisions, self._decisions)
         self._results = zlib.crc32(results, self._results)
-        self._digest = (self._decisions & _DECISIONS) | (self._results & ~_DECISIONS)
-        self._write()
+        digest = (self._decisions & _DECISIONS) | (self._results & ~_DECISIONS)
+        self.note((self._number + 1) % (1 << 64 - _NUMBER_BITS), digest)
 
     def note(self, number: int, digest: int) -> None:
-        """The rank, which does not see this memory, has ended a step. Raises as `end_step` does if others have ended
-        it; those that have not will compare."""
+        """The rank, which may not see this memory, has ended a step. Raises EngineDeadError if another has ended it and
+        did something else; those that have not will compare."""
         self._number, self._digest = number, digest
-        self._write()
-        for other in range(self._num_ranks):
-            self._compare(other, number, digest)
-
-    def _write(self) -> None:
         # As one word, so that none is read while half of it is written.
-        self._entries[self._place(self._rank)] = (self._number << _NUMBER_BITS) + self._digest
+        self._entries[self._place(self._rank)] = (number << _NUMBER_BITS) + digest
+        self._compare_all()
 
-    def _compare(self, other: int, own_number: int, own_digest: int) -> None:
-        number, digest = divmod(self._entries[self._place(other)], 1 << _NUMBER_BITS)
-        difference = digest ^ own_digest if other in self._stage else (digest ^ own_digest) & _DECISIONS
-        if number == own_number and difference:
-            raise EngineDeadError(
-                f"the ranks have parted ways: after step {number}, rank {self._rank} has digest "
-                f"{own_digest:08x}, rank {other} has {digest:08x}"
-            )
+    def _compare_all(self) -> None:
+        for other in range(self._num_ranks):
+            number, digest = divmod(self._entries[self._place(other)], 1 << _NUMBER_BITS)
+            difference = digest ^ self._digest if other in self._stage else (digest ^ self._digest) & _DECISIONS
+            if number == self._number and difference:
+                raise EngineDeadError(
+                    f"the ranks have parted ways: after step {number}, rank {self._rank} has digest "
+                    f"{self._digest:08x}, rank {other} has {digest:08x}"
+                )
 
     def _place(self, rank: int) -> int:
         return rank * _NUM_ENTRIES + self._number % _NUM_ENTRIES

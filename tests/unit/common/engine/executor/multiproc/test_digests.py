@@ -32,12 +32,15 @@ def test_a_rank_may_lag(ranks: list[RankDigests]) -> None:
 
 
 @pytest.mark.parametrize("other", [(b"other", b"result"), (b"step", b"other")])
-def test_a_difference_is_seen_in_the_next_step(ranks: list[RankDigests], other: tuple[bytes, bytes]) -> None:
+def test_a_difference_is_seen_by_the_last_and_in_the_next_step(
+    ranks: list[RankDigests], other: tuple[bytes, bytes]
+) -> None:
     for rank in ranks:
         rank.end_step(b"step", b"result")
     for rank in ranks[:2]:
         rank.end_step(b"step", b"result")
-    ranks[2].end_step(*other)
+    with pytest.raises(EngineDeadError, match=r"after step 2, rank 2 has digest ([0-9a-f]{8}), rank 0 has (?!\1)"):
+        ranks[2].end_step(*other)
     with pytest.raises(EngineDeadError, match=r"after step 2, rank 1 has digest ([0-9a-f]{8}), rank 2 has (?!\1)"):
         ranks[1].end_step(b"step", b"result")
 
@@ -45,6 +48,5 @@ def test_a_difference_is_seen_in_the_next_step(ranks: list[RankDigests], other: 
 def test_a_difference_of_a_rank_that_lags_is_seen(ranks: list[RankDigests]) -> None:
     for _ in range(8):
         ranks[0].end_step(b"step", b"result")
-    ranks[1].end_step(b"step", b"other")
     with pytest.raises(EngineDeadError, match="parted ways: after step 1, "):
-        ranks[1].end_step(b"step", b"result")
+        ranks[1].end_step(b"step", b"other")
