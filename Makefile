@@ -39,9 +39,10 @@ test-kernels: $(DEV)
 test-page: $(DEV)
 	$(BIN)/pytest -m page tests/page $(ARGS)
 
-## Handoffs between all degrees, over each connector, while a rank is killed, stopped or cut off. A quarter of an hour.
+## Handoffs between all degrees, over each connector, while a rank is killed, stopped or cut off, and architectures on two
+## ranks. Half an hour.
 test-matrix: $(DEV)
-	$(BIN)/pytest -m matrix tests/matrix $(ARGS)
+	$(BIN)/pytest -m matrix $(ARGS)
 
 ## Needs a CUDA device.
 test-gpu: $(DEV)

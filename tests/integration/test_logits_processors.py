@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_a_processor_decides_for_the_requests_that_it_applies_to(llm):
         with pytest.raises(BatonError, match="leave no token"):
             loaded.generate([PROMPT], masked, use_tqdm=False)
         assert loaded.generate([PROMPT], params[0], use_tqdm=False)[0].token_ids == plain.token_ids
+
+
+def test_ranks_decide_alike(llm, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # of the ranks' processes
+    params = SamplingParams(temperature=0.7, seed=4, max_tokens=4, vllm_xargs={"first": 20})
+    with llm(logits_processors=["only"], tensor_parallel_size=2) as loaded:
+        [answer] = loaded.generate([PROMPT], params, use_tqdm=False)
+    assert answer.token_ids == [20, 21, 22, 23]
 
 
 def test_none_is_loaded_unless_it_is_named(llm):

@@ -52,8 +52,8 @@ class RankDigests:
         self._compare_all()
         self._decisions = zlib.crc32(decisions, self._decisions)
         self._results = zlib.crc32(results, self._results)
-        number = (self._number + 1) % (1 << 64 - _NUMBER_BITS)
-        self.note(number, (self._decisions & _DECISIONS) | (self._results & ~_DECISIONS))
+        digest = (self._decisions & _DECISIONS) | (self._results & ~_DECISIONS)
+        self.note((self._number + 1) % (1 << 64 - _NUMBER_BITS), digest)
 
     def note(self, number: int, digest: int) -> None:
         """The rank, which may not see this memory, has ended a step. Raises EngineDeadError if another has ended it and

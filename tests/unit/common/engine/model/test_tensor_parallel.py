@@ -84,6 +84,36 @@ def test_ranks_generate_what_the_whole_model_generates(run, size, model, setting
         assert answer["bytes_per_block"] == whole.kv_spec.bytes_per_block(4) // 2  # at least one KV head each
 
 
+OTHERS = {
+    "apertus": ("ApertusConfig", {}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 12}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 12}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "granite": ("GraniteConfig", {}),
+    "helium": ("HeliumConfig", {"head_dim": 12}),
+    "nemotron": ("NemotronConfig", {}),
+    "phi": ("PhiConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "smollm3": ("SmolLM3Config", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 12}),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_on_two_ranks(run, tmp_path, name):
+    config_class, settings = OTHERS[name]
+    directory = saved(tmp_path, tiny_config(config_class, **settings))
+    for answer in run(2, directory):
+        assert answer.get("tokens") == expected_of(directory), answer.get("message")
+
+
 def test_all_at_once_equals_chunks(run):
     directory = tiny_model_dir("llama")
     for answer in run(2, directory, chunk=1000):
