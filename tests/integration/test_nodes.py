@@ -20,18 +20,21 @@ from tests.unit.common.engine.executor.multiproc.nodes_rig import node, on_nodes
 MAX_TOKENS = 12
 
 
-def config_of(model: Path, directory: Path) -> EngineConfig:
+def config_of(model: Path, directory: Path, **sizes: int) -> EngineConfig:
     config = EngineConfig(
         model=ModelConfig(model=str(model), device="cpu"),
         cache=CacheConfig(block_size=4, num_blocks=64),
-        parallel=ParallelConfig(tensor_parallel_size=2),
+        parallel=ParallelConfig(**(sizes or {"tensor_parallel_size": 2})),
     )
     return on_nodes(config, directory)
 
 
-def test_tokens_of_two_machines_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)]
+)
+def test_tokens_of_two_machines_are_those_of_transformers(tmp_path: Path, sizes: dict[str, int]) -> None:
     model = tiny_model_dir("llama")
-    config = config_of(model, tmp_path)
+    config = config_of(model, tmp_path, **sizes)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     tokens: list[int] = []
     with node(config), InprocClient(config, MultiprocExecutor(config)) as client:

@@ -53,6 +53,7 @@ class NodeProcess:
             "nnodes": parallel.nnodes,
             "node-rank": number,
             "tensor-parallel-size": parallel.tensor_parallel_size,
+            "pipeline-parallel-size": parallel.pipeline_parallel_size,
             "master-addr": parallel.master_addr,
             "master-port": parallel.master_port,
             "join-timeout-s": parallel.join_timeout_s,
