@@ -137,6 +137,7 @@ def create_scheduler(
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
     is_direct: bool = False,
+    max_concurrent_batches: int = 1,
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
     groups: Sequence[KVGroupSpec] = ONE_GROUP,
@@ -163,6 +164,7 @@ def create_scheduler(
         measured_steps=measured_steps,
         watermark=watermark,
         min_prefill_tokens=min_prefill_tokens,
+        max_concurrent_batches=max_concurrent_batches,
         grammars=grammars,
     )
 

@@ -61,3 +61,20 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     finally:
         tracemalloc.stop()
     assert kept < most / 100
+
+
+def test_tokens_that_another_stage_has_sampled() -> None:
+    table = RequestTable(3, 64, 4, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
+    requests = [new_request(number) for number in range(3)]
+    table.update(SchedulerOutput(new_requests=requests))
+    ids = [request.request_id for request in requests]
+    rows = table.rows_of(ids)
+    table.num_computed_tokens[rows] = [3, 3, 5]  # the last one has computed two drafts
+    version = table.version
+    table.note_sampled({ids[0]: [7]})
+    assert table.version == version  # the step after can be packed from the one before
+    table.note_sampled({ids[1]: [], ids[2]: [8, 9]})
+    assert table.version > version
+    assert table.num_tokens[rows].tolist() == [4, 3, 5]
+    assert table.num_computed_tokens[rows].tolist() == [3, 2, 4]
+    assert table.token_ids[rows[2], :5].tolist() == [1, 2, 3, 8, 9]
