@@ -49,6 +49,7 @@ class Answers:
 
     def __init__(self, client: DataParallelClient) -> None:
         self._client = client
+        self._outputs = client.outputs()  # iterated once: what was read and not taken would be lost
         self.tokens: dict[RequestId, list[int]] = {}
         self.ends: dict[RequestId, FinishReason] = {}
 
@@ -64,14 +65,13 @@ class Answers:
     async def until(self, num_ended: int, num_tokens: int = 0) -> None:
         """As many requests have ended, and there are as many tokens."""
         async with asyncio.timeout(TIMEOUT_S):
-            async for step in self._client.outputs():
+            while len(self.ends) < num_ended or len(self) < num_tokens:
+                step = await anext(self._outputs)
                 for output in step.outputs:
                     assert data_parallel_rank_of(output.request_id) == step.data_parallel_rank
                     self.tokens[output.request_id] += [token.token_id for token in output.tokens]
                     if output.finish_reason is not None:
                         self.ends[output.request_id] = output.finish_reason
-                if len(self.ends) >= num_ended and len(self) >= num_tokens:
-                    return
 
 
 @pytest.fixture(autouse=True)

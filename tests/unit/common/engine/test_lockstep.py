@@ -9,8 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from common.engine.config import CacheConfig, DataParallelMember, EngineConfig, ParallelConfig
+from common.engine.executor.fake import FakeExecutor, expected_tokens
 from common.engine.lockstep import Lockstep
+from common.engine.loop import EngineLoop
+from common.engine.messages import AbortRequests, AddRequest, Call, CallResult, EngineCoreOutputs, EngineReply
 from common.errors import EngineDeadError
+from common.types import FinishReason, RequestId, SamplingParams
 
 TIMEOUT_S = 20.0
 
@@ -112,3 +117,75 @@ def test_engines_that_part_ways_fail() -> None:
     assert "parted ways: engine 1 joins step 5 after 0" in str(engine.failures.get(timeout=TIMEOUT_S))
     engine.lockstep.close()
     sockets[1][0].close()
+
+
+class Loop:
+    """An engine on a thread."""
+
+    def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
+        config = EngineConfig(
+            cache=CacheConfig(block_size=4, num_blocks=64),
+            parallel=ParallelConfig(executor="fake", data_parallel_size=2, enable_expert_parallel=True),
+            data_parallel=DataParallelMember(
+                rank=rank, sockets={other: each.detach() for other, each in sockets.items()}
+            ),
+        )
+        self.executor = FakeExecutor(block_size=4)
+        self.replies: queue.SimpleQueue[EngineReply] = queue.SimpleQueue()
+        self.loop = EngineLoop(config, self.executor, self.replies.put)
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
+
+    def ask(self, max_tokens: int, prompt: tuple[int, ...] = (1, 2, 3)) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        request = AddRequest(request_id=RequestId("r"), prompt_token_ids=list(prompt), sampling=sampling)
+        self.loop.put(request)
+
+    def answer(self) -> tuple[list[int], FinishReason]:
+        """Of the next request that ends."""
+        tokens: list[int] = []
+        while True:
+            reply = self.replies.get(timeout=TIMEOUT_S)
+            assert isinstance(reply, EngineCoreOutputs)
+            for output in reply.outputs:
+                tokens += [token.token_id for token in output.tokens]
+                if output.finish_reason is not None:
+                    return tokens, output.finish_reason
+
+    def common_steps(self) -> list[list[int]]:
+        """Tokens of each engine in the steps so far, once the loop has nothing to do."""
+        self.loop.put(Call(1, "stats"))
+        while not isinstance(self.replies.get(timeout=TIMEOUT_S), CallResult):
+            pass
+        return [step.tokens_by_engine for step in self.executor.steps if step.tokens_by_engine]
+
+
+@pytest.fixture
+def loops() -> Iterator[list[Loop]]:
+    loops = [Loop(rank, sockets) for rank, sockets in enumerate(sockets_of(2))]
+    yield loops
+    for each in loops:
+        each.loop.stop()
+    for each in loops:
+        each.thread.join(TIMEOUT_S)
+        each.loop.close()
+
+
+def test_an_engine_without_work_attends_and_says_nothing(loops: list[Loop]) -> None:
+    loops[0].ask(5)
+    assert loops[0].answer() == (expected_tokens([1, 2, 3], 5), FinishReason.LENGTH)
+    assert loops[1].replies.empty()
+    steps = [each.common_steps() for each in loops]
+    assert steps[0] == steps[1] == [[3, 0], [1, 0], [1, 0], [1, 0], [1, 0]]
+    assert [each.common_steps() for each in loops] == steps  # idle engines make none
+
+
+def test_what_ends_requests_of_one_engine_leaves_the_other_its_tokens(loops: list[Loop]) -> None:
+    loops[0].ask(20)
+    loops[1].ask(40, prompt=tuple(range(300)))  # more than the cache holds
+    assert loops[1].answer() == ([], FinishReason.ERROR)
+    loops[1].ask(200)
+    loops[1].loop.put(AbortRequests([RequestId("r")]))
+    assert loops[1].answer()[1] is FinishReason.ABORT
+    assert loops[0].answer() == (expected_tokens([1, 2, 3], 20), FinishReason.LENGTH)
+    assert loops[0].common_steps() == loops[1].common_steps()

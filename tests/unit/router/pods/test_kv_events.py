@@ -77,3 +77,37 @@ async def test_a_pod_that_reports_what_cannot_be_is_refused(start_cluster):
         assert said in seen.detail
         await cluster.complete(prompt="Hello", max_tokens=2)
         assert liar.submits == []
+
+
+def two_engines(pod: FakeDecodePod) -> FakeDecodePod:
+    pod.info.parallel_sizes["data_parallel_size"] = 2
+    return pod
+
+
+async def test_each_engine_of_a_pod_has_its_own_blocks_and_load(start_cluster):
+    pod = two_engines(FakeDecodePod())
+    first, second = stats(1, [], is_snapshot=True), stats(1, BLOCKS, is_snapshot=True)
+    second.data_parallel_rank = 1
+    second.num_running = 3
+    pod.stats = first
+    cluster = await start_cluster([], [pod, FakeDecodePod()], wait=False)
+    seen = cluster.router.cluster.by_address[pod.address]
+    await wait_for(lambda: seen.engines[0].is_fed)
+    assert seen.state is PodState.NOT_SERVING  # the other engine has said nothing yet
+    await pod.set_stats(second)
+    await cluster.until(lambda: seen.state is PodState.READY)
+    assert (await cached_tokens(cluster))[f"{pod.address}#1"] == 80
+    assert (await cached_tokens(cluster))[pod.address] == 0
+    assert [engine.load.current().num_requests for engine in seen.engines] == [0, 3]
+    assert (seen.stats.num_blocks, seen.stats.num_running) == (200, 3)
+    await cluster.complete(prompt=PROMPT, max_tokens=2)
+    assert [submit.request.data_parallel_rank for submit in pod.submits] == [1]
+
+
+async def test_a_pod_that_has_not_the_engines_that_it_reports_is_refused(start_cluster):
+    liar, honest = FakeDecodePod(), FakeDecodePod()
+    cluster = await start_cluster([], [liar, honest])
+    await liar.set_stats(pods_pb2.PodStats(num_free_blocks=100, num_blocks=100, data_parallel_rank=1))
+    seen = cluster.router.cluster.by_address[liar.address]
+    await cluster.until(lambda: seen.state is PodState.REFUSED)
+    assert "engine 1" in seen.detail
