@@ -66,4 +66,4 @@ class OneRank:
 
 def joined(gathered: torch.Tensor, size: int) -> torch.Tensor:
     """From tensors of so many ranks one after the other, [size * first, ..., n], to [first, ..., size * n]."""
-    return gathered.view(size, -1, *gathered.shape[1:]).movedim(0, -2).flatten(-2)
+    return gathered.view(size, len(gathered) // size, *gathered.shape[1:]).movedim(0, -2).flatten(-2)
