@@ -15,10 +15,12 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from common.engine.devices.attention import AttentionArgs, AttentionBackend
+from common.engine.model.parallel_layers import OwnHeads
 
 ATTENTION_NAME = "baton_paged"
 
 _ATTRIBUTE = "baton_attention"
+_OWN_HEADS = "baton_own_heads"
 
 LayerAttention = Callable[..., torch.Tensor]
 """(module, query, key, value, **arguments of the modelling code), tensors [1, heads, tokens, head_dim]
@@ -39,6 +41,11 @@ def set_layer_attention(module: torch.nn.Module, attention: LayerAttention) -> N
 def clear_layer_attention(module: torch.nn.Module) -> None:
     """Undo `set_layer_attention`."""
     module.__dict__.pop(_ATTRIBUTE, None)
+
+
+def set_own_heads(module: torch.nn.Module, heads: OwnHeads) -> None:
+    """Let one module, which is given all heads, attend with those of a rank."""
+    object.__setattr__(module, _OWN_HEADS, heads)
 
 
 def attention_args(
@@ -62,7 +69,14 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    return module.__dict__[_ATTRIBUTE](module, query, key, value, **arguments), None
+    attend: LayerAttention = module.__dict__[_ATTRIBUTE]
+    heads: OwnHeads | None = module.__dict__.get(_OWN_HEADS)
+    if heads is None:
+        return attend(module, query, key, value, **arguments), None
+    if arguments.get("s_aux") is not None:
+        arguments["s_aux"] = heads.take(arguments["s_aux"], 0)
+    own = (heads.take(each, 1) for each in (query, key, value))
+    return heads.collect(attend(module, *own, **arguments)), None
 
 
 def _paged(layer: int, backend: AttentionBackend) -> LayerAttention:

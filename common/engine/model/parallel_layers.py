@@ -57,3 +57,21 @@ class CollectedExperts(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """As the experts' own."""
         return self.collect(self.local(*inputs))
+
+
+class OwnHeads:
+    """A rank's heads of an attention that is given those of all ranks, and gives them back."""
+
+    def __init__(self, rank: int, size: int, gather: Collect) -> None:
+        self._rank = rank
+        self._size = size
+        self._gather = gather
+
+    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The rank's of all query heads or KV heads; one, where there are fewer than ranks."""
+        num_heads = tensor.shape[dim]
+        return tensor.narrow(dim, self._rank * num_heads // self._size, max(1, num_heads // self._size))
+
+    def collect(self, attended: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, heads of the rank, dim] -> [1, tokens, all heads, dim]"""
+        return self._gather(attended.flatten(2)).view(*attended.shape[:2], -1, attended.shape[3])

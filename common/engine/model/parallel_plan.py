@@ -12,23 +12,27 @@ A plan names a style for layers by patterns of their names:
 | packed_colwise | a part of the gates, and the same part of what they let through, of each expert | its part |
 | moe_tp_experts | experts with such parts | summed over the ranks |
 | grouped_gemm | with `enable_expert_parallel`, some of the experts, whole | summed over the ranks |
-| replicated_with_grad_allreduce, replicate | all of it | whole |
+| replicated_with_grad_allreduce, replicate, mla_kv_a_proj | all of it | whole |
 
 Where there are fewer KV heads than ranks, each rank has one, and some have the same. A model with any other style in
-its plan is refused, as is one without a plan: a layer that is cut wrongly computes something else without an error. So
-is one whose attention is not cut by heads: each rank would cache all of them.
+its plan is refused, as is one without a plan: a layer that is cut wrongly computes something else without an error.
+
+Where a plan does not cut attention by heads, each rank has the queries, keys and values of all, attends with its own,
+and caches no others (`OwnHeads`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from common.errors import ConfigError
 
-_WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate"})
+_WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj"})
+_TAKES_ALL_HEADS = frozenset({"colwise_gather_output", "rowwise_split_input"})
 _KV_PROJECTIONS = frozenset({"k_proj", "v_proj"})
 _EXPERTS = "moe_tp_experts"
 WHOLE_EXPERTS = "grouped_gemm"  # the style of experts that are cut whole
@@ -87,6 +91,7 @@ class RankPlan(NamedTuple):
     layers: dict[str, Part]  # linear layers and the embedding, by name
     weights: dict[str, Part]  # of experts, by name
     experts: list[str]  # modules whose outputs are summed
+    attentions: Sequence[str] = ()  # modules that have all heads, see OwnHeads
 
 
 class Place(NamedTuple):
@@ -105,6 +110,7 @@ def plan_of(model: Any, rank: int, size: int, experts_place: Place | None = None
     styles = _styles(model)
     experts = [layer for layer, style in styles.items() if style == _EXPERTS]
     _check_complete(model, styles, experts)
+    attentions = _with_all_heads(model, styles)
     weights = {
         name: _part_of_experts(weight, name, styles[name], rank, size)
         for name, weight in model.named_parameters()
@@ -116,8 +122,8 @@ def plan_of(model: Any, rank: int, size: int, experts_place: Place | None = None
         if layer not in weights and style != _EXPERTS
     }
     if experts_place is not None:
-        return RankPlan(layers, *_whole_experts(model, experts, experts_place))
-    return RankPlan(layers, weights, experts)
+        return RankPlan(layers, *_whole_experts(model, experts, experts_place), attentions)
+    return RankPlan(layers, weights, experts, attentions)
 
 
 def _planned_experts(model: Any) -> list[str]:
@@ -189,19 +195,30 @@ def _is_supported(model: Any, layer: str, planned: object, style: str) -> bool:
         return isinstance(planned, nn.Module)
     if isinstance(planned, nn.Parameter):
         return planned.dim() == 3 and style in ("packed_colwise", "rowwise")
-    if style in ("colwise_gather_output", "rowwise_split_input"):
-        return type(planned) is nn.Linear and not _is_of_attention(layer)
-    return type(planned) is nn.Linear and style in ("colwise", "rowwise")
+    return type(planned) is nn.Linear and style in ("colwise", "rowwise", *_TAKES_ALL_HEADS)
 
 
-def _is_of_attention(layer: str) -> bool:
-    return "att" in layer.rpartition(".")[0].rpartition(".")[2]
+def is_attention(module: nn.Module) -> bool:
+    """True for attention that can have fewer KV heads than query heads."""
+    return hasattr(module, "num_key_value_groups")
+
+
+def _with_all_heads(model: Any, styles: dict[str, str]) -> list[str]:
+    """Attention modules of which the plan cuts none by heads. Raises ConfigError if it cuts some of one."""
+    found = []
+    for name, module in model.named_modules():
+        if not is_attention(module):
+            continue
+        own = {styles.get(f"{name}.{child}", "replicate") for child, _ in module.named_children()}
+        if not own & {"colwise", "rowwise"}:
+            found.append(name)
+        elif own & _TAKES_ALL_HEADS or "colwise" not in own:
+            raise refused(f"the plan of {type(model).__name__} does not cut its attention by heads")
+    return found
 
 
 def _check_complete(model: Any, styles: dict[str, str], experts: list[str]) -> None:
     name = type(model).__name__
-    if not any(style == "colwise" and _is_of_attention(layer) for layer, style in styles.items()):
-        raise refused(f"the plan of {name} does not cut its attention by heads")
     for layer in experts:
         for parameter, _ in model.get_submodule(layer).named_parameters():
             if f"{layer}.{parameter}" not in styles:

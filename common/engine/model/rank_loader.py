@@ -27,10 +27,19 @@ from transformers.core_model_loading import (
 )
 
 from common.engine.devices.ranks import Ranks
-from common.engine.model.attention_hook import ATTENTION_NAME
+from common.engine.model.attention_hook import ATTENTION_NAME, set_own_heads
 from common.engine.model.expert_parallel import ExpertRanks, WholeExperts
-from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding
-from common.engine.model.parallel_plan import WHOLE_EXPERTS, Part, Place, RankPlan, heads_of, plan_of, refused
+from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding, OwnHeads
+from common.engine.model.parallel_plan import (
+    WHOLE_EXPERTS,
+    Part,
+    Place,
+    RankPlan,
+    heads_of,
+    is_attention,
+    plan_of,
+    refused,
+)
 from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, cut_stage, whole_model
 from common.errors import ModelLoadError
@@ -71,8 +80,10 @@ def load_rank(
         )
     if is_planned:
         heads = heads_of(model_config, ranks.size)
-        for module in model.modules():
-            if hasattr(module, "num_key_value_groups"):
+        for name, module in model.named_modules():
+            if name in plan.attentions:
+                set_own_heads(module, OwnHeads(ranks.rank, ranks.size, ranks.all_gather_last))
+            elif is_attention(module):
                 module.num_key_value_groups = heads.of_rank // heads.kv_of_rank
     return model, stage
 

@@ -222,17 +222,42 @@ def test_a_model_without_a_plan_is_refused(error_of, model):
     assert "has no plan" in message
 
 
+@pytest.mark.parametrize(("size", "model"), [(2, "phi3"), (4, "phi3"), (2, "deepseek_v3")])
+def test_attention_whose_plan_does_not_cut_it_by_heads(run, size, model):
+    directory = tiny_model_dir(model)
+    for answer in run(size, directory):
+        assert answer["tokens"] == expected_of(directory)
+
+
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("config", "settings"),
     [
-        ("phi3", "style rowwise_split_input for model.layers.0.self_attn.o_proj, which is not supported"),
-        ("deepseek_v3", "does not cut its attention by heads"),
+        ("Olmo2Config", {}),
+        (
+            "DeepseekV2Config",
+            {
+                "kv_lora_rank": 16,
+                "q_lora_rank": None,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 16,
+                "first_k_dense_replace": 3,
+                "num_key_value_heads": 4,
+            },
+        ),
     ],
 )
-def test_a_plan_that_is_not_supported_is_refused(error_of, model, reason):
-    error, param, message = error_of(2, tiny_model_dir(model))
+def test_norms_over_all_heads_and_latent_attention(run, tmp_path, config, settings):
+    directory = saved(tmp_path, tiny_config(config, **settings))
+    for answer in run(2, directory):
+        assert answer["tokens"] == expected_of(directory)
+
+
+def test_a_plan_that_is_not_supported_is_refused(error_of, tmp_path):
+    directory = saved(tmp_path, tiny_config("Llama4TextConfig", num_local_experts=2, intermediate_size_mlp=32))
+    error, param, message = error_of(2, directory)
     assert (error, param) == ("ConfigError", "tensor_parallel_size")
-    assert reason in message
+    assert "has style" in message
 
 
 def test_experts_are_read_in_the_order_of_their_numbers(run, tmp_path):
