@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.engine.quantization.base import QuantizedLinear, joined_bias
+from common.engine.quantization.base import OverRanks, QuantizedLinear, joined_bias, of_one_rank
 
 GROUP = 16  # inputs
 LARGEST = 7  # steps of the scale
@@ -31,7 +31,7 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("scale", scale)
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Int4Linear:
+    def of(cls, linear: nn.Linear, over_ranks: OverRanks = of_one_rank) -> Int4Linear:
         groups = linear.weight.detach().float().unflatten(1, (-1, GROUP))
         scale = groups.abs().amax(2).clamp(min=1e-9) / LARGEST
         steps = (groups / scale[:, :, None]).round().flatten(1).to(torch.uint8) & 15

@@ -168,8 +168,8 @@ def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type
 
 
 def _check_weights(config: ModelConfig, raw_config: dict[str, Any]) -> None:
-    if config.quantization is not None or raw_config.get("quantization_config"):
-        raise refused("quantised weights are supported for one rank only")
+    if raw_config.get("quantization_config"):
+        raise refused("checkpoints that are quantised are supported for one rank only")
 
 
 def _of_all_ranks(

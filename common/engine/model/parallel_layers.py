@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from common.engine.devices.operators import rows_of_part
+from common.engine.quantization.base import OverRanks, of_one_rank
 
 Collect = Callable[[torch.Tensor], torch.Tensor]
 """From a rank's outputs [..., size] to those of the whole layer [..., another size]."""
@@ -16,9 +17,12 @@ Collect = Callable[[torch.Tensor], torch.Tensor]
 class CollectedLinear(nn.Module):
     """A linear layer that gives the outputs of all ranks."""
 
-    def __init__(self, local: nn.Linear, collect: Collect, takes: slice | None = None) -> None:
-        """`takes` are the inputs of this rank; None: it gets no others."""
+    def __init__(
+        self, local: nn.Linear, collect: Collect, takes: slice | None = None, over_ranks: OverRanks = of_one_rank
+    ) -> None:
+        """`takes` are the inputs of this rank; None: it gets no others. `over_ranks`: where each has some inputs."""
         super().__init__()
+        self.over_ranks = over_ranks
         self.local: nn.Module = local  # devices may replace it
         self.collect = collect
         self.takes = takes

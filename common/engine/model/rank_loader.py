@@ -274,9 +274,13 @@ def _cut(model: Any, name: str, part: Part, ranks: Ranks) -> None:
         layer.bias = None  # it counts once
     if part.sums:
         takes = slice(part.start, part.stop) if part.style == "rowwise_split_input" else None
-        model.set_submodule(name, CollectedLinear(layer, ranks.all_reduce, takes))
+        model.set_submodule(name, CollectedLinear(layer, ranks.all_reduce, takes, partial(_largest, ranks)))
     elif part.style == "colwise_gather_output":
         model.set_submodule(name, CollectedLinear(layer, partial(_gather, ranks, num_outputs)))
+
+
+def _largest(ranks: Ranks, own: torch.Tensor) -> torch.Tensor:
+    return ranks.all_gather_last(own[:, None]).amax(dim=1)
 
 
 def _gather(ranks: Ranks, num_outputs: int, outputs: torch.Tensor) -> torch.Tensor:

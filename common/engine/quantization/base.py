@@ -6,13 +6,21 @@ are compared with that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import nn
 
 from common.errors import ConfigError
+
+OverRanks = Callable[[torch.Tensor], torch.Tensor]
+"""The largest of each number over the ranks that have parts of the same outputs."""
+
+
+def of_one_rank(largest: torch.Tensor) -> torch.Tensor:
+    """See OverRanks. There are no others."""
+    return largest
 
 
 class QuantizedLinear(nn.Module):
@@ -28,8 +36,8 @@ class QuantizedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Self:
-        """The layer with its weight rounded."""
+    def of(cls, linear: nn.Linear, over_ranks: OverRanks) -> Self:
+        """The layer with its weight rounded. `over_ranks`: of weights of which this rank has some inputs only."""
         raise NotImplementedError
 
     @classmethod
@@ -47,11 +55,11 @@ AnyLinear = nn.Linear | QuantizedLinear
 
 def quantize_linears(model: nn.Module, layer: type[QuantizedLinear]) -> float:
     """Quantises the model's linear layers, one after the other; returns their share of the weights that are multiplied.
-    Raises ConfigError if there are none."""
+    Raises ConfigError if there are none. A module whose layer has some inputs only says so by `over_ranks`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, layer.of(child))
+                setattr(parent, name, layer.of(child, getattr(parent, "over_ranks", of_one_rank)))
     num_quantized = sum(module.weight.numel() for module in model.modules() if isinstance(module, QuantizedLinear))
     if not num_quantized:
         reason = f"quantization: {type(model).__name__} has no linear layers that it is for"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.engine.quantization.base import QuantizedLinear, joined_bias
+from common.engine.quantization.base import OverRanks, QuantizedLinear, joined_bias, of_one_rank
 
 _LARGEST = 127
 
@@ -33,10 +33,10 @@ class Int8Linear(QuantizedLinear):
         self.register_buffer("scale", scale)
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Int8Linear:
+    def of(cls, linear: nn.Linear, over_ranks: OverRanks = of_one_rank) -> Int8Linear:
         """See QuantizedLinear."""
         weight = linear.weight.detach()
-        scale = weight.abs().amax(dim=1).float() / _LARGEST
+        scale = over_ranks(weight.abs().amax(dim=1).float()) / _LARGEST
         scale[scale == 0] = 1.0
         integers = (weight.float() / scale[:, None]).round_().to(torch.int8)
         return cls(integers, scale, None if linear.bias is None else linear.bias.detach(), weight.dtype)

@@ -324,10 +324,21 @@ def test_weights_of_another_shape_are_refused(error_of, tmp_path):
     assert "[96, 48]" in message
 
 
-def test_quantised_weights_are_refused(error_of):
-    error, param, message = error_of(2, tiny_model_dir("llama"), settings={"quantization": "int8"})
-    assert (error, param) == ("ConfigError", "tensor_parallel_size")
-    assert "quantised" in message
+@pytest.mark.parametrize("model", ["llama", "phi3"])
+def test_int8_weights_are_those_of_one_rank(run, model):
+    job = {"directory": tiny_model_dir(model), "settings": {"quantization": "int8"}}
+    (alone,) = run(1, **job)
+    assert [answer["tokens"] for answer in run(2, **job)] == [alone["tokens"]] * 2
+
+
+def test_a_quantised_checkpoint_is_refused(run, tmp_path):
+    shutil.copytree(tiny_model_dir("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    answers = run(2, tmp_path)  # the one that refuses may be gone before the other has met it
+    assert "tensor_parallel_size: checkpoints that are quantised are supported for one rank only" in [
+        answer["message"] for answer in answers
+    ]
 
 
 def test_a_rank_that_does_not_come_is_named(processes, tmp_path):

@@ -26,6 +26,18 @@ def test_weights_are_rounded_to_the_nearest_step_of_their_output():
     assert not quantized.integers[3].any()
 
 
+def test_parts_of_the_inputs_are_rounded_as_the_whole_is():
+    layer = make_layer()
+    whole = Int8Linear.of(layer)
+    largest = layer.weight.abs().amax(dim=1)
+    for part in (slice(0, 16), slice(16, 48)):
+        own = make_layer(in_features=part.stop - part.start)
+        own.weight.copy_(layer.weight[:, part])
+        quantized = Int8Linear.of(own, lambda own_largest: torch.maximum(own_largest, largest))
+        assert torch.equal(quantized.integers, whole.integers[:, part])
+        assert torch.equal(quantized.scale, whole.scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_with_the_rounded_weight(dtype):
     layer = make_layer(dtype=dtype)
