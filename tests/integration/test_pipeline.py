@@ -6,12 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from common.engine.llm import LLM, Completion
 from common.errors import ConfigError, EngineDeadError
 from common.types import Constraint, SamplingParams
+from tests.rank_processes import ranks_of
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 MAX_TOKENS = 24
@@ -75,7 +75,7 @@ def stages() -> Iterator[LLM]:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stage_that_is_killed_ends_the_engine(stages: LLM, number: int) -> None:
-    ranks = [each for each in psutil.Process().children() if "rank" in each.cmdline()[-1]]
+    ranks = ranks_of(os.getpid())
     ranks[number].suspend()
 
     def kill(*_: object) -> None:

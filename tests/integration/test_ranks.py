@@ -7,12 +7,12 @@ import signal
 import time
 from collections.abc import Sequence
 
-import psutil
 import pytest
 
 from common.engine.llm import LLM, Completion
 from common.errors import ConfigError, EngineDeadError
 from common.types import Constraint, Logprobs, SamplingParams
+from tests.rank_processes import ranks_of
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 MAX_TOKENS = 24
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_transformers(architecture: str) -> None:
 
 def test_a_rank_that_is_killed_ends_the_engine() -> None:
     with LLM(tiny_model_dir("llama"), num_blocks=128, tensor_parallel_size=2) as llm:
-        [_, second] = [each for each in psutil.Process().children() if "rank" in each.cmdline()[-1]]
+        _, second = ranks_of(os.getpid())
         second.suspend()
         killed = time.monotonic() + 0.5
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from common.errors import ConfigError, EngineDeadError, ModelLoadError
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOADING = threading.Lock()  # transformers changes its own classes meanwhile, such as how weights are tied
 _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
 _EXPECTED_SHARE = 0.5  # of the weights, that quantisation covers
 _ONE_RANK = OneRank()
@@ -380,16 +382,17 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
 
 
 def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> Any:
-    model, report = AutoModelForCausalLM.from_pretrained(
-        directory,
-        config=model_config,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        use_safetensors=True,
-        low_cpu_mem_usage=True,
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
+    with _LOADING:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            low_cpu_mem_usage=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(

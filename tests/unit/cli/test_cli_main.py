@@ -58,7 +58,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["upp"], "upp: unknown command; did you mean up?"),
         (["serve", "gateway"], "gateway: unknown role; known: router, prefill, decode"),
         (["up", "--decode", "x"], "--decode: expected an integer, got 'x'"),
-        (["up", "--nonsense"], "--nonsense: unknown option; see baton up --help-all"),
+        (["up", "--gibberish"], "--gibberish: unknown option; see baton up --help-all"),
         (["up", "--remote-prefil=auto"], "--remote-prefil: unknown option; did you mean --remote-prefill?"),
         (["serve", "decode", "--max_num_seqs", "4"], "--max_num_seqs: unknown option; did you mean --max-num-seqs?"),
         (["complete", "hi", "--tempratur", "0"], "--tempratur: unknown option; did you mean --temperature?"),

@@ -145,7 +145,7 @@ def test_joined_stats_are_sums() -> None:
     ("settings", "message"),
     [
         ({"enable_expert_parallel": True}, "--enable-expert-parallel: there is one rank"),
-        ({"data_parallel_size": 2, "rank_devices": [0]}, "--data-parallel-size is 2"),
+        ({"data_parallel_size": 2, "rank_devices": [0]}, "but --data-parallel-size is 2"),
         ({"data_parallel_size": 2, "tensor_parallel_size": 2, "nnodes": 2, "master_addr": "a"}, "are on one machine"),
     ],
 )

@@ -56,6 +56,6 @@ def test_model_that_cannot_be_packed_is_loaded_as_it_is(monkeypatch):
     loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))
     assert loaded.model.model.layers[0].self_attn.q_proj.in_features == 48
 
-    monkeypatch.setattr(loader, "probe_model", lambda model: (_ for _ in ()).throw(ModelLoadError("no")))
+    monkeypatch.setattr(loader, "probe_model", lambda model, stage: (_ for _ in ()).throw(ModelLoadError("no")))
     with pytest.raises(ModelLoadError):
         load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))

@@ -1,0 +1,12 @@
+"""The processes of ranks, seen from outside."""
+
+import psutil
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """Those that a driver has started and that have not ended, in the order of their numbers."""
+    ranks = {}
+    for child in psutil.Process(pid).children():
+        if child.status() != psutil.STATUS_ZOMBIE and (command := child.cmdline()) and "rank" in command[-1]:
+            ranks[int(command[-1].split()[1])] = child
+    return [ranks[number] for number in sorted(ranks)]
