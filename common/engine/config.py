@@ -155,7 +155,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = []
     step_timeout_s: Annotated[
         float,
-        Meta(gt=0, description="Most seconds that ranks wait for each other, and for a step; then the engine ends."),
+        Meta(
+            ge=0.01,
+            le=86_400,
+            description="Most seconds that ranks wait for each other, and for a step; then the engine ends.",
+        ),
     ] = 30.0
     nnodes: Annotated[
         int,
@@ -174,10 +178,18 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         29500
     )
     join_timeout_s: Annotated[
-        float, Meta(gt=0, description="Most seconds that machines wait for each other at the start, or after an end.")
+        float,
+        Meta(
+            ge=0.01,
+            le=86_400,
+            description="Most seconds that machines wait for each other at the start, or after an end.",
+        ),
     ] = 300.0
     node_timeout_s: Annotated[
-        float, Meta(gt=0, description="A machine that is silent for as many seconds is gone, and the engine ends.")
+        float,
+        Meta(
+            ge=0.01, le=86_400, description="A machine that is silent for as many seconds is gone, and the engine ends."
+        ),
     ] = 3.0
 
     def __post_init__(self) -> None:

@@ -190,11 +190,12 @@ def _stop_on_sigterm(loop: EngineLoop) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
 
 
-def _exit_with_parent(directory: Path) -> None:
+def _exit_with_parent(directories: list[Path]) -> None:
     """Blocks until stdin ends because the parent is gone, and exits: no process uses this one any more."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    shutil.rmtree(directory, ignore_errors=True)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 
@@ -206,8 +207,10 @@ def main() -> int:
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         launch = read_launch(stdin)
     setup_logging(launch.log_level, launch.name, launch.log_format, stream=log_stream(launch.log_descriptor))
-    directory = Path(launch.replies_path.removeprefix("ipc://")).parent
-    threading.Thread(target=_exit_with_parent, args=(directory,), name="parent-watch", daemon=True).start()
+    directories = [Path(launch.replies_path.removeprefix("ipc://")).parent]
+    if (member := launch.config.data_parallel) is not None:
+        directories.append(Path(member.rendezvous).parent)
+    threading.Thread(target=_exit_with_parent, args=(directories,), name="parent-watch", daemon=True).start()
     return EngineCoreProc(launch).run()
 
 

@@ -151,9 +151,11 @@ class DataParallelClient:
 
     async def close(self) -> None:
         """See EngineClient."""
-        await _all(engine.close() for engine in self._engines)
-        if self._directory is not None:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        try:
+            await _all(engine.close() for engine in self._engines)
+        finally:
+            if self._directory is not None:
+                await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

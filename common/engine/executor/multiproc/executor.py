@@ -201,7 +201,6 @@ class MultiprocExecutor:
         self._broadcast(EndStart())
         for rank in self._ranks:
             rank.calls.limit_sends(self._timeout_s)
-            rank.calls.limit_receives(self._timeout_s)
         self._has_started = True
         return measured
 
@@ -346,6 +345,7 @@ class MultiprocExecutor:
 
     def _add_rank(self, process: RankProcess, calls: Channel, news: Channel, digests: RankDigests | None) -> None:
         news.limit_sends(self._timeout_s)
+        calls.limit_receives(self._timeout_s)
         name = f"rank {len(self._ranks)} of {self._num_ranks}"
         steps = lambda: self._num_steps  # noqa: E731
         self._ranks.append(_Rank(name, process, calls, news, self._fail, self._has_failed, steps, digests))
@@ -370,18 +370,26 @@ class MultiprocExecutor:
             raise self._cause() from error
 
     def _receive(self, rank: _Rank) -> bytearray:
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return rank.calls.receive()
-        except TimeoutError as error:
-            raise EngineDeadError(self._late("finished a step")) from error
-        except EOFError as error:
-            raise self._cause() from error
+        """A rank's next answer. The start may take minutes, as loading does, but not while a rank is stopped."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return rank.calls.receive()
+            except TimeoutError as error:
+                if self._has_started or self._stopped:
+                    raise EngineDeadError(self._late("finished a step")) from error
+            except EOFError as error:
+                raise self._cause() from error
 
     def _late(self, what: str) -> str:
-        stopped = "".join(f"; {rank.name} is stopped" for rank in self._ranks if rank.process.is_stopped)
-        return f"the {self._num_ranks} ranks have not {what} for {self._timeout_s:g} s (step_timeout_s){stopped}"
+        ranks = "rank has" if self._num_ranks == 1 else f"{self._num_ranks} ranks have"
+        stopped = "".join(f"; {name} is stopped" for name in self._stopped)
+        return f"the {ranks} not {what} for {self._timeout_s:g} s (step_timeout_s){stopped}"
+
+    @property
+    def _stopped(self) -> list[str]:
+        return [rank.name for rank in self._ranks if rank.process.is_stopped]
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,10 @@ class LocalProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal, such as SIGSTOP, has stopped it."""
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+        except FileNotFoundError:  # it has just ended
+            return False
 
     def end(self, timeout_s: float) -> None:
         """Waits until it has ended, and kills it after that time."""

@@ -363,6 +363,8 @@ def main() -> None:
             logger.critical("it failed", exc_info=error)
         with contextlib.suppress(OSError):  # the driver is gone
             news.send(encode(EngineFailed.of(error)))
+        if launch.directory:  # the driver may be gone, and no other rank see that
+            shutil.rmtree(launch.directory, ignore_errors=True)
         os._exit(EXIT_FAILED)
 
     transfers = TransferThread(news, fail, launch.directory)

@@ -76,6 +76,18 @@ class _Lagging(FakeRank):
         return super().submit(step, masks)
 
 
+def create_stopping(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
+    """Rank 1 is stopped when it is to load the model."""
+    return _Stopping(config, rank, rendezvous, MemoryConnector())
+
+
+class _Stopping(FakeRank):
+    def load_model(self) -> ModelFacts:
+        if self._rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().load_model()
+
+
 def create_forgetful(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:
     """Rank 1 loses the last block of each request, and keeps those that have ended."""
     return _Forgetful(config, rank, rendezvous, MemoryConnector())

@@ -197,6 +197,15 @@ def test_a_rank_that_is_stopped_ends_the_engine_in_time(rank: int) -> None:
             run(executor, step([1, 2], 2, [1]))
 
 
+def test_a_rank_that_is_stopped_ends_the_start() -> None:
+    executor = MultiprocExecutor(config_of(step_timeout_s=0.5), factory("create_stopping"))
+    try:
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 is stopped"):
+            executor.load_model()
+    finally:
+        executor.close()
+
+
 def test_a_rank_that_fails_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with started(name=factory("create_failing")) as executor:
         assert run(executor, step([1, 2], 2, [1])) == expected_tokens([1, 2], 1)
