@@ -21,8 +21,9 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """A rank of a pod of several. Seconds are those of its steps since its start."""
+    """A rank of one of a pod's engines. Seconds are those of its steps since its start."""
 
+    engine: int
     rank: int
     pid: int
     device: str

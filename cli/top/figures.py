@@ -133,7 +133,8 @@ def rank_lines(pod: Pod) -> list[str]:
                 ("without a core", rank.delayed_s),
             )
         ]
-        where = f"rank {rank.rank}: process {rank.pid}, {plain(rank.device)}, {rank.resident_bytes >> 20:,} MiB"
+        engine = f"engine {rank.engine} " if "data_parallel_size" in pod.parallel_sizes else ""
+        where = f"{engine}rank {rank.rank}: process {rank.pid}, {plain(rank.device)}, {rank.resident_bytes >> 20:,} MiB"
         return f"{where}, {', '.join(shares)}"
 
     return [line(rank) for rank in ranks]

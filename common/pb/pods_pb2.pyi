@@ -1123,6 +1123,7 @@ class RankStats(_message.Message):
     COMPUTING_S_FIELD_NUMBER: _builtins.int
     DELAYED_S_FIELD_NUMBER: _builtins.int
     WAITING_S_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     """Its process."""
@@ -1137,6 +1138,8 @@ class RankStats(_message.Message):
     """ready to go on while others had the cores,"""
     waiting_s: _builtins.float
     """and asleep, mostly until other ranks had come as far."""
+    engine: _builtins.int
+    """Of the pod; set by routers."""
     def __init__(
         self,
         *,
@@ -1148,10 +1151,11 @@ class RankStats(_message.Message):
         computing_s: _builtins.float = ...,
         delayed_s: _builtins.float = ...,
         waiting_s: _builtins.float = ...,
+        engine: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_s", b"computing_s", "delayed_s", b"delayed_s", "device", b"device", "num_steps", b"num_steps", "pid", b"pid", "rank", b"rank", "resident_bytes", b"resident_bytes", "waiting_s", b"waiting_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_s", b"computing_s", "delayed_s", b"delayed_s", "device", b"device", "engine", b"engine", "num_steps", b"num_steps", "pid", b"pid", "rank", b"rank", "resident_bytes", b"resident_bytes", "waiting_s", b"waiting_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

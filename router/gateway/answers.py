@@ -453,9 +453,10 @@ class ClusterModel(_Answer):
 
 
 class ClusterRank(_Answer):
-    """A rank of a pod of several, and the time of its steps since its start: on a core (computing), without one though
-    it could go on (delayed), asleep until others had come as far (waiting)."""
+    """A rank of one of a pod's engines, and the time of its steps since its start: on a core (computing), without one
+    though it could go on (delayed), asleep until others had come as far (waiting)."""
 
+    engine: int
     rank: int
     pid: int
     device: str

@@ -130,6 +130,7 @@ def _load(pod: Pod) -> ClusterLoad | None:
 
 def _rank(rank: pods_pb2.RankStats) -> ClusterRank:
     return ClusterRank(
+        engine=rank.engine,
         rank=rank.rank,
         pid=rank.pid,
         device=rank.device[:_MAX_WORD_CHARS],

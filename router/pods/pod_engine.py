@@ -51,8 +51,11 @@ class PodEngine:
 def join_reports(by_engine: Sequence[pods_pb2.PodStats]) -> pods_pb2.PodStats:
     """The reports of several engines together: sums, and the longest of their last steps."""
     joined = pods_pb2.PodStats()
-    for stats in by_engine:
+    for engine, stats in enumerate(by_engine):
+        num_before = len(joined.ranks)
         _add(joined, stats)
+        for rank in joined.ranks[num_before:]:
+            rank.engine = engine
     slowest = max(by_engine, key=lambda stats: stats.last_step_s)
     joined.last_step_s, joined.last_step_tokens = slowest.last_step_s, slowest.last_step_tokens
     joined.draining = any(stats.draining for stats in by_engine)

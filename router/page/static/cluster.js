@@ -68,7 +68,7 @@ export class ClusterView {
   }
 
   #ranks(pods) {
-    const lines = pods.flatMap((pod) => (pod.load?.ranks ?? []).map((rank) => `${nameOf(pod)} ${rankLine(rank)}`));
+    const lines = pods.flatMap((pod) => (pod.load?.ranks ?? []).map((rank) => `${nameOf(pod)} ${engineOf(pod, rank)}${rankLine(rank)}`));
     byId("ranks-part").hidden = lines.length === 0;
     showLines("ranks", lines);
   }
@@ -205,6 +205,8 @@ const cutOf = (pod) =>
   Object.entries(pod.parallel_sizes)
     .map(([name, size]) => `${LETTERS[name] ?? name} ${size}`)
     .join(" × ");
+
+const engineOf = (pod, rank) => (pod.parallel_sizes.data_parallel_size ? `engine ${rank.engine} ` : "");
 
 function rankLine(rank) {
   const total = rank.computing_s + rank.waiting_s + rank.delayed_s;

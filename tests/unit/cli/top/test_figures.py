@@ -47,7 +47,7 @@ def test_what_changes_between_two_answers():
 
 def test_ranks_of_a_pod_have_lines_of_their_own():
     ranks = [
-        {"rank": rank, "pid": 70 + rank, "device": "cpu\x1b", "resident_bytes": 3 << 20, "num_steps": 9}
+        {"engine": 0, "rank": rank, "pid": 70 + rank, "device": "cpu\x1b", "resident_bytes": 3 << 20, "num_steps": 9}
         | {"computing_s": 6.0 * rank, "delayed_s": 1.0 * rank, "waiting_s": 3.0 * rank}
         for rank in range(2)
     ]
@@ -63,6 +63,18 @@ def test_ranks_of_a_pod_have_lines_of_their_own():
         "decode-1 rank 0: process 70, cpu\\x1b, 3 MiB, computing -, waiting -, without a core -",
         "decode-1 rank 1: process 71, cpu\\x1b, 3 MiB, computing 60%, waiting 30%, without a core 10%",
     ]
+
+
+def test_ranks_of_several_engines_are_told_apart():
+    ranks = [
+        {"engine": engine, "rank": 0, "pid": 70, "device": "cpu", "resident_bytes": 0, "num_steps": 1}
+        | {"computing_s": 1.0, "delayed_s": 0.0, "waiting_s": 0.0}
+        for engine in range(2)
+    ]
+    cut = pod("decode", 1, 1, parallel_sizes={"data_parallel_size": 2})
+    cut["load"]["ranks"] = ranks
+    (found,) = figures_of(view_of(1, cut), None).pods
+    assert [line.partition(":")[0] for line in rank_lines(found.pod)] == ["engine 0 rank 0", "engine 1 rank 0"]
 
 
 def test_rows_without_a_value_come_last_in_both_orders():

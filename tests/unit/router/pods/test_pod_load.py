@@ -9,6 +9,7 @@ from common.step_times import StepTimes
 from router.placing.index import PrefixIndex
 from router.placing.policies import PodTable
 from router.pods import PodClaim, PodLoad, Share
+from router.pods.pod_engine import join_reports
 from tests.unit.router.placing.pod_tables import FACTS
 
 NOW = 50.0
@@ -120,3 +121,9 @@ def test_a_prompt_stays_expected_until_the_pod_can_have_said_so_itself(load, fed
     failed = PodClaim(load, Share(), index.expect(slot, blocks, 0, NOW + 600, 600, arrives=False), fed=fed)
     failed.release(NOW + 601)
     assert index.match(blocks, NOW + 601).computed.tolist() == [0]
+
+
+def test_ranks_of_several_engines_have_the_number_of_theirs() -> None:
+    reports = [pods_pb2.PodStats(ranks=[pods_pb2.RankStats(rank=rank) for rank in range(2)]) for _ in range(2)]
+    joined = join_reports(reports)
+    assert [(each.engine, each.rank) for each in joined.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
