@@ -70,10 +70,12 @@ async def another_router(cluster: Cluster, **settings: object) -> AsyncIterator[
 async def test_the_index_is_what_pods_hold_after_evictions_preemptions_and_a_reset(tmp_path):
     async with running_cluster(tmp_path, "llama", prefill_blocks=20, decode_blocks=20) as cluster:
         pods = (*cluster.prefill, *cluster.decode)
-        for seed in range(4):
-            await cluster.tokens([prompt_of(30 + 9 * n, seed=4 * seed + n) for n in range(4)], max_tokens=20)
+        num_rounds = 0
+        # On a busy machine requests may come one by one, and preempt none.
+        while num_rounds < 4 or not cluster.decode[0].context.stats.latest.num_preemptions:
+            await cluster.tokens([prompt_of(30 + 9 * n, seed=4 * num_rounds + n) for n in range(4)], max_tokens=20)
             await wait_index_is_right(cluster.router, *pods)
-        assert cluster.decode[0].context.stats.latest.num_preemptions > 0
+            num_rounds += 1
         assert all(cached_blocks(pod) for pod in pods)
         assert cluster.router.cluster.index.num_gaps == 0
         for pod in pods:
