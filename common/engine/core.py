@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.engine.config import CacheConfig, EngineConfig
+from common.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, RunningStep, SchedulerOutput
 from common.engine.executor.base import Executor
@@ -55,9 +55,13 @@ from common.engine.transfers.actor import TransferActor
 from common.engine.transfers.messages import Announce, End
 from common.engine.transfers.port import TransferPort
 from common.errors import BatonError, ConfigError
+from common.step_budget import prefill_work, tokens_within
+from common.step_times import StepTimes
 from common.types import FinishReason, RequestId
 
 logger = logging.getLogger(__name__)
+
+_SHARE_OF_STEP_TIMEOUT = 1 / 4  # that the longest step is expected to take: context and load make steps longer
 
 
 class _Flight(NamedTuple):
@@ -123,15 +127,16 @@ class EngineCore:
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             )
             self._open_connector(kv)
+            measured_steps = executor.measure_steps()
             self._scheduler = Scheduler(
-                config.scheduler,
+                _fit_step_timeout(config, measured_steps),
                 kv,
                 max_model_len=self.spec.max_model_len,
                 vocab_size=self.spec.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
                 transfers=self._port,
                 grammars=self._open_grammars(config, facts, on_wakeup, on_failure),
-                measured_steps=executor.measure_steps(),
+                measured_steps=measured_steps,
                 max_concurrent_batches=executor.max_concurrent_batches,
             )
             self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
@@ -385,6 +390,28 @@ def _open_lockstep(
         return None
     sockets = {rank: socket.socket(fileno=descriptor) for rank, descriptor in member.sockets.items()}
     return Lockstep(member.rank, sockets, config.parallel.step_timeout_s, on_awaited, on_failure)
+
+
+def _fit_step_timeout(config: EngineConfig, measured_steps: Sequence[tuple[int, float]]) -> SchedulerConfig:
+    """Returns the scheduler's settings, with a smaller token budget where ranks are so slow that a full step would be
+    taken for one that hangs."""
+    scheduler, parallel = config.scheduler, config.parallel
+    if parallel.executor_name == "inproc" or not measured_steps:
+        return scheduler
+    work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
+    line = StepTimes.measured(scheduler.max_num_batched_tokens, work).line
+    longest_s = parallel.step_timeout_s * _SHARE_OF_STEP_TIMEOUT
+    most = max(scheduler.max_num_seqs, tokens_within((longest_s - line.base_s) / line.token_s, 0))
+    if most >= scheduler.max_num_batched_tokens:
+        return scheduler
+    logger.warning(
+        "steps take at most %d tokens instead of %d (max_num_batched_tokens), so that they stay well below %g s "
+        "(step_timeout_s)",
+        most,
+        scheduler.max_num_batched_tokens,
+        parallel.step_timeout_s,
+    )
+    return msgspec.structs.replace(scheduler, max_num_batched_tokens=most)
 
 
 def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
