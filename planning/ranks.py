@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from common.engine.model.parallel_plan import Heads, heads_of
-from common.engine.model.rank_loader import rank_bytes
+from common.engine.model.parallel_plan import Heads, Place, heads_of
+from common.engine.model.rank_loader import outline_of, weight_bytes
 from common.errors import ConfigError, ModelLoadError
 
 PROCESS_BYTES = 426 << 20  # of a rank on a CPU, beside its weights and KV cache
@@ -75,7 +75,7 @@ def rank_table(model: str, degrees: Sequence[int], dtype: str | None) -> RankTab
 
 def _sizes_of(config: Any, text: Any, dtype: torch.dtype, degree: int) -> RankSizes:
     kv_per_token = _kv_per_token(text, heads_of(config, degree), dtype)
-    return RankSizes(degree, rank_bytes(config, dtype, degree), kv_per_token)
+    return RankSizes(degree, weight_bytes(outline_of(config, dtype, Place(0, degree))), kv_per_token)
 
 
 def _kv_per_token(text: Any, heads: Heads, dtype: torch.dtype) -> int:

@@ -271,5 +271,5 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_MAX_GREETINGS)
     except OSError as error:
-        reason = f"--master-addr: cannot listen on {host}:{port}: {error.strerror or error}"
-        raise ConfigError(reason, param="master_addr") from error
+        reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ConfigError.of("master_addr", reason) from error
