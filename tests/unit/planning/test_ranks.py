@@ -52,6 +52,21 @@ def test_ranks_have_parts_of_weights_and_kv_but_one_kv_head_at_least() -> None:
     assert table.fewest(PROCESS_BYTES) is None
 
 
+def test_stages_have_runs_of_layers_and_ranks_whole_experts() -> None:
+    directory = str(tiny_model_dir("mixtral"))
+    (plain,) = rank_table(directory, [2], None).sizes
+    (staged,) = rank_table(directory, [2], None, pipeline_parallel_size=3).sizes
+    (whole,) = rank_table(directory, [2], None, enable_expert_parallel=True).sizes
+    assert [each.kv_per_token * 3 for each in staged.stages] == [plain.kv_per_token] * 3
+    norm = 4 * AutoConfig.from_pretrained(directory).hidden_size  # the last one, which all stages have
+    assert sum(each.weights for each in staged.stages) == plain.weights + 2 * norm
+    assert staged.weights == max(each.weights for each in staged.stages) < plain.weights
+    assert staged.num_tokens(staged.least + 10 * staged.kv_per_token) == 10
+    assert whole.weights == plain.weights  # half of the experts, or half of each
+    with pytest.raises(ConfigError, match="--enable-expert-parallel: not with --pipeline-parallel-size"):
+        rank_table(directory, [2], None, enable_expert_parallel=True, pipeline_parallel_size=2)
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "ranks", "--memory", "1GiB"]) == 0
     text = capsys.readouterr().out
@@ -67,6 +82,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "1GB", "--tensor-parallel-size", "0"], "--tensor-parallel-size: must be an integer from 1 to"),
         (["--memory", "1GB", "--tensor-parallel-size", "7"], "--tensor-parallel-size: 7 ranks cannot share 4 heads"),
         (["/nowhere", "--memory", "1GB"], "/nowhere: "),
+        (["--memory", "80"], "--memory: 80 bytes hold neither weights nor a block of any rank"),
+        (["--memory", "1GB", "--pipeline-parallel-size", "x"], "--pipeline-parallel-size: must be an integer"),
+        (["--memory", "1GB", "--pipeline-parallel-size", "99"], "--pipeline-parallel-size: 99 stages cannot share"),
     ],
 )
 def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
