@@ -444,10 +444,10 @@ def _resolve_num_blocks(cache: CacheConfig, facts: ModelFacts) -> int:
     memory = facts.available_kv_bytes if cache.kv_cache_memory is None else cache.kv_cache_memory
     num_blocks = memory // facts.bytes_per_block
     if num_blocks < 2:
-        raise ConfigError(
-            f"kv_cache_memory: {memory} bytes hold {num_blocks} KV blocks of {facts.bytes_per_block} bytes, "
-            f"but at least 2 are needed; raise kv_cache_memory (or memory_fraction) or lower block_size",
-            param="kv_cache_memory",
+        raise ConfigError.of(
+            "kv_cache_memory",
+            f"{memory} bytes hold {num_blocks} KV blocks of {facts.bytes_per_block} bytes, but at least 2 are needed; "
+            "raise --kv-cache-memory (or --memory-fraction) or lower --block-size",
         )
     return num_blocks
 
@@ -467,14 +467,12 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: 
             )
         return min(facts.max_model_len, fitting)
     if wanted > facts.max_model_len:
-        raise ConfigError(
-            f"max_model_len: {wanted} exceeds the model's own limit of {facts.max_model_len}", param="max_model_len"
-        )
+        raise ConfigError.of("max_model_len", f"{wanted} exceeds the model's own limit of {facts.max_model_len}")
     if wanted > fitting:
         blocks = -(-wanted // config.cache.block_size) * num_groups + 1
-        raise ConfigError(
-            f"max_model_len: {wanted} tokens do not fit a KV cache of {fitting} tokens; lower max_model_len, or raise "
-            f"kv_cache_memory to at least {blocks * facts.bytes_per_block} bytes (num_blocks {blocks})",
-            param="max_model_len",
+        raise ConfigError.of(
+            "max_model_len",
+            f"{wanted} tokens do not fit a KV cache of {fitting} tokens; lower --max-model-len, or raise "
+            f"--kv-cache-memory to at least {blocks * facts.bytes_per_block} bytes (--num-blocks {blocks})",
         )
     return wanted

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.engine.llm import LLM, Completion
-from common.errors import ConfigError, EngineDeadError
+from common.errors import EngineDeadError
 from common.types import Constraint, SamplingParams
 from tests.rank_processes import ranks_of
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
@@ -85,9 +85,3 @@ def test_a_stage_that_is_killed_ends_the_engine(stages: LLM, number: int) -> Non
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(EngineDeadError, match=f"rank {number} of 2 was ended by SIGKILL"):
         stages.generate([prompt_of(5)], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
-
-
-def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no plan") as raised:
-        LLM(tiny_model_dir("gpt2"), pipeline_parallel_size=2)
-    assert raised.value.param == "pipeline_parallel_size"

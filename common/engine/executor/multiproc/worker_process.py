@@ -160,7 +160,7 @@ class RankProcess:
         if launch.factory == WORKER:
             from common.engine.model.loader import identify_model
 
-            digest = identify_model(config.model, config.parallel.device_of(launch.rank))
+            digest = identify_model(config.model, config.parallel.device_of(launch.rank, config.data_parallel_rank))
         rendezvous = ""
         if launch.store_host:
             from common.engine.executor.multiproc.rendezvous import host_store
