@@ -348,12 +348,12 @@ def test_number_of_blocks(cache: CacheConfig, num_blocks: int) -> None:
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (EngineConfig(cache=CacheConfig(block_size=4, kv_cache_memory=BYTES_PER_BLOCK)), ["kv_cache_memory"]),
+        (EngineConfig(cache=CacheConfig(block_size=4, kv_cache_memory=BYTES_PER_BLOCK)), ["--kv-cache-memory"]),
         (
             EngineConfig(model=ModelConfig(max_model_len=29), cache=CacheConfig(block_size=4, num_blocks=8)),
-            ["max_model_len", "kv_cache_memory", str(9 * BYTES_PER_BLOCK)],
+            ["--max-model-len", "--kv-cache-memory", str(9 * BYTES_PER_BLOCK)],
         ),
-        (EngineConfig(model=ModelConfig(max_model_len=5000)), ["max_model_len", "4096"]),
+        (EngineConfig(model=ModelConfig(max_model_len=5000)), ["--max-model-len", "4096"]),
     ],
 )
 def test_settings_that_do_not_fit(config: EngineConfig, names: list[str]) -> None:
