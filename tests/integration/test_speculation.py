@@ -54,7 +54,7 @@ def test_greedy_output_is_the_references(name: str, accuracy: str) -> None:
     prompts = [prompt_of(length) for length in LENGTHS]
     expected = [reference_generate(tiny_model_dir(name), prompt, MAX_TOKENS) for prompt in prompts]
     rig.ANSWERS[:] = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
-    with make_llm(name, proposer=f"tests.integration.speculation_rig:{accuracy}") as llm:
+    with make_llm(name, speculative=f"tests.integration.speculation_rig:{accuracy}") as llm:
         rig.LAST[0].num_calls = 0  # steps were measured
         completions = llm.generate(prompts, PARAMS["greedy"], use_tqdm=False)
         report, stats = llm.check_integrity(), llm._client.stats()
@@ -71,7 +71,7 @@ def test_every_way_of_sampling_gives_the_same_tokens(kind: str, accuracy: str) -
     with make_llm("llama") as llm:
         plain = llm.generate(prompts, PARAMS[kind], use_tqdm=False)
     rig.ANSWERS[:] = [prompt + answer.token_ids for prompt, answer in zip(prompts, plain, strict=True)]
-    with make_llm("llama", proposer=f"tests.integration.speculation_rig:{accuracy}") as llm:
+    with make_llm("llama", speculative=f"tests.integration.speculation_rig:{accuracy}") as llm:
         found = llm.generate(prompts, PARAMS[kind], use_tqdm=False)
     for one, other in zip(plain, found, strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
@@ -84,7 +84,7 @@ def test_a_small_cache_preempts_and_changes_nothing(accuracy: str) -> None:
     expected = [reference_generate(tiny_model_dir("llama"), prompt, MAX_TOKENS) for prompt in prompts]
     rig.ANSWERS[:] = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
     settings = {"num_blocks": 16, "max_model_len": 28, "enable_prefix_caching": False}
-    with make_llm("llama", proposer=f"tests.integration.speculation_rig:{accuracy}", **settings) as llm:
+    with make_llm("llama", speculative=f"tests.integration.speculation_rig:{accuracy}", **settings) as llm:
         completions = llm.generate(prompts, PARAMS["greedy"], use_tqdm=False)
         report = llm.check_integrity()
     assert [completion.token_ids for completion in completions] == expected
@@ -112,7 +112,7 @@ def test_constrained_output_is_the_same(accuracy: str) -> None:
     with LLM(num_threads=1) as llm:
         plain = llm.generate(prompts, params, use_tqdm=False)
     rig.ANSWERS[:] = [each.prompt_token_ids + each.token_ids for each in plain]
-    with LLM(num_threads=1, proposer=f"tests.integration.speculation_rig:{accuracy}") as llm:
+    with LLM(num_threads=1, speculative=f"tests.integration.speculation_rig:{accuracy}") as llm:
         rig.LAST[0].num_calls = 0
         found = llm.generate(prompts, params, use_tqdm=False)
         report, stats = llm.check_integrity(), llm._client.stats()
