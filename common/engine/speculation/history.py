@@ -8,6 +8,7 @@ so that nothing is ever removed. Tokens are stored xor the tag of their tenant, 
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 from typing import NamedTuple
 
@@ -17,9 +18,12 @@ import numpy.typing as npt
 from common.engine.speculative import MAX_MATCH
 
 MIN_MATCH = 3  # tokens
-_MAX_FOUND = 32  # places, the last ones
+_MAX_FOUND = 16  # places, the last ones
 _BYTES_PER_PLACE = 24
-_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)  # odd, of xxHash
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd, of xxHash; one for each of MIN_MATCH
+_FACTOR_ARRAY = np.array(_FACTORS, dtype=np.uint64)
+_MASK64 = (1 << 64) - 1
+_SHIFT = 24
 _TAG_BIT = 1 << 63
 _TOKEN_LIMIT = 1 << 32
 
@@ -71,18 +75,19 @@ class History:
         follow. The last places only, if there are many."""
         if len(token_ids) < MIN_MATCH or not self._num_written:
             return NOTHING_FOUND
-        tag = np.uint64(self._tag(root))
-        wanted = token_ids[: -MAX_MATCH - 1 : -1].astype(np.uint64) ^ tag  # the last one first
-        numbers = self._chained(int(self._chains(wanted[MIN_MATCH - 1 :: -1])[0]))
+        tag = self._tag(root)
+        run = [token_id ^ tag for token_id in token_ids[-MIN_MATCH:].tolist()]
+        numbers = self._chained(_hash(run) % self._size)
         if not numbers:
             return NOTHING_FOUND
+        wanted = token_ids[: -MAX_MATCH - 1 : -1].astype(np.uint64) ^ np.uint64(tag)  # the last one first
         ends = np.array(numbers)[:, None]
         is_same = self._tagged[(ends - np.arange(len(wanted))) % self._size] == wanted
         lengths = np.logical_and.accumulate(is_same, axis=1).sum(axis=1)
         length = int(lengths.max())
         if length < MIN_MATCH:
             return NOTHING_FOUND  # others with the same hash
-        following = self._tagged[(ends[lengths == length] + np.arange(1, depth + 1)) % self._size] ^ tag
+        following = self._tagged[(ends[lengths == length] + np.arange(1, depth + 1)) % self._size] ^ np.uint64(tag)
         return Found([_own_tokens(row) for row in following.tolist()], length)
 
     def check(self) -> list[str]:
@@ -129,9 +134,14 @@ class History:
         return numbers
 
 
+def _hash(run: list[int]) -> int:
+    """Of MIN_MATCH tokens; a number modulo 2^64, without its lowest bits."""
+    return (sum(map(operator.mul, run, _FACTORS)) & _MASK64) >> _SHIFT
+
+
 def _hashes(runs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Of runs of tokens, [runs, MIN_MATCH]."""
-    mixed: npt.NDArray[np.uint64] = (runs * _FACTORS).sum(axis=1, dtype=np.uint64) >> np.uint64(24)
+    """The same of each of [runs, MIN_MATCH]."""
+    mixed: npt.NDArray[np.uint64] = (runs * _FACTOR_ARRAY).sum(axis=1, dtype=np.uint64) >> np.uint64(_SHIFT)
     return mixed
 
 

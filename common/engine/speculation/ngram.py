@@ -14,6 +14,8 @@ from common.engine.speculative import NgramOptions
 
 _SEARCHED = (2048, 32_768)  # last tokens: first few of them, then, if there is no full match, many
 _MAX_COMPARED = 1024  # last places where the last token stood before
+_NUM_NARROWED = 4  # tokens that are compared one after the other, as most places fall away
+_MAX_EXTENDED = 32  # last places that are left, at which further tokens are compared at once
 
 
 class Match(NamedTuple):
@@ -39,26 +41,36 @@ def _find(token_ids: npt.NDArray[np.int64], first: int, most: int) -> Match:
     last = len(token_ids) - 1
     ends = np.flatnonzero(token_ids[first:last] == token_ids[last])[-_MAX_COMPARED:] + (first + 1)
     length = min(len(ends), 1)
-    while length and length < most:
+    while length and length < min(most, _NUM_NARROWED):
         before = ends - (length + 1)
         is_longer = token_ids[before] == token_ids[last - length]
         longer = ends[is_longer if before[0] >= first else is_longer & (before >= first)]
         if not len(longer):
-            break
+            return Match(ends, length)
         ends = longer
         length += 1
-    return Match(ends, length)
+    match = Match(ends, length)
+    return _extend(token_ids, first, match, most) if _NUM_NARROWED <= length < most else match
 
 
-def continue_from(token_ids: npt.NDArray[np.int64], end: int, num_tokens: int) -> list[int]:
-    """So many tokens from `end` on. After the last one the text is taken to go on as it did since then: what repeats
-    with a period shorter than the drafts is proposed in full, as LZ77 copies runs."""
-    period = len(token_ids) - end
-    if num_tokens <= period:
-        found: list[int] = token_ids[end : end + num_tokens].tolist()
-    else:
-        run = token_ids[end:].tolist()
-        found = (run * (num_tokens // period + 1))[:num_tokens]
+def _extend(token_ids: npt.NDArray[np.int64], first: int, match: Match, most: int) -> Match:
+    ends = match.ends[-_MAX_EXTENDED:]
+    further = np.arange(match.length, most)
+    further = further[further < len(token_ids)]
+    before = ends[:, None] - (further + 1)  # [places, tokens]; those before the first do not count
+    is_same = (token_ids[before] == token_ids[len(token_ids) - 1 - further]) & (before >= first)
+    lengths = np.logical_and.accumulate(is_same, axis=1).sum(axis=1)
+    longest = int(lengths.max())
+    return Match(ends[lengths == longest], match.length + longest)
+
+
+def continue_from(token_ids: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], num_tokens: int) -> list[list[int]]:
+    """So many tokens from each of `ends` on. After the last token the text is taken to go on as it did since then: what
+    repeats with a period shorter than the drafts is proposed in full, as LZ77 copies runs."""
+    found: list[list[int]] = []
+    for end in ends.tolist():
+        run = token_ids[end : end + num_tokens].tolist()
+        found.append(run if len(run) == num_tokens else (run * num_tokens)[:num_tokens])
     return found
 
 
@@ -86,7 +98,7 @@ class NgramProposer:
         match = find_longest_match(token_ids, options.max)
         if match.length < options.min:
             return []
-        return continue_from(token_ids, int(match.ends[-1]), options.depth)
+        return continue_from(token_ids, match.ends[-1:], options.depth)[0]
 
 
 def create(config: EngineConfig) -> NgramProposer:

@@ -14,7 +14,7 @@ from common.engine.speculation.ngram import continue_from, find_longest_match
 from common.engine.speculative import MAX_MATCH, SuffixOptions
 
 _MIN_OWN_MATCH = 2  # tokens
-_MAX_COUNTED = 32  # places in the request's own tokens, the last ones
+_MAX_COUNTED = 16  # places in the request's own tokens, the last ones
 
 
 class SuffixProposer:
@@ -49,8 +49,7 @@ class SuffixProposer:
         depth = min(self._depth, length)
         followed: list[list[int]] = []
         if own.length == length:
-            ends = own.ends[: -_MAX_COUNTED - 1 : -1].tolist()
-            followed += [continue_from(token_ids, end, depth) for end in ends]
+            followed += continue_from(token_ids, own.ends[: -_MAX_COUNTED - 1 : -1], depth)
         if found.length == length:
             followed += found.continuations
         return most_likely(followed, depth)
@@ -61,16 +60,18 @@ def most_likely(followed: Sequence[Sequence[int]], depth: int) -> list[int]:
     less than half agrees on all so far."""
     num_all = len(followed)
     drafts: list[int] = []
-    while len(drafts) < depth:
-        place = len(drafts)
-        counts = Counter(tokens[place] for tokens in followed if len(tokens) > place)
-        if not counts:
+    for place in range(depth):
+        followed = [tokens for tokens in followed if len(tokens) > place]
+        if not followed:
             break
-        token_id, count = counts.most_common(1)[0]
-        if 2 * count < num_all:
-            break
+        next_ids = [tokens[place] for tokens in followed]
+        token_id = next_ids[0]
+        if 2 * next_ids.count(token_id) < num_all:
+            token_id, count = Counter(next_ids).most_common(1)[0]
+            if 2 * count < num_all:
+                break
         drafts.append(token_id)
-        followed = [tokens for tokens in followed if len(tokens) > place and tokens[place] == token_id]
+        followed = [tokens for tokens in followed if tokens[place] == token_id]
     return drafts
 
 
