@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 Failure = Literal["raised", "invalid", "too_slow"]
 
-MAX_FAILURES = 10  # in a row; then the proposer is asked no more
+MAX_FAILURES = 10  # of a call, in a row; then the proposer is asked no more
 
 
 class Proposed(NamedTuple):
@@ -50,7 +50,8 @@ class GuardedProposer:
         self._clock = clock
         self._num_asked = 1 << 30  # most requests at once
         self._first = 0  # whose turn it is
-        self._num_failures = 0  # in a row
+        self._num_failures = {"propose": 0, "forget": 0}  # in a row
+        self._untold: Failure | Literal[""] = ""  # of `forget`, which has no answer
         self._logged: set[str] = set()
 
     def propose(self, requests: Sequence[Context]) -> Proposed:
@@ -63,14 +64,16 @@ class GuardedProposer:
             answer = self._proposer.propose(asked)
             drafts, problem = self._checked(asked, answer)
         except Exception as error:  # noqa: BLE001  code of others: whatever it is, streams go on
-            return Proposed({}, self._fail("raised", repr(error)))
+            return Proposed({}, self._fail("propose", "raised", repr(error)))
         is_late = self._pace(self._clock() - began, len(asked))
         if problem:
-            return Proposed(drafts, self._fail("invalid", problem))
+            return Proposed(drafts, self._fail("propose", "invalid", problem))
         if is_late:
-            return Proposed(drafts, self._fail("too_slow", f"took longer than {self._budget_s * 1000:g} ms"))
-        self._num_failures = 0
-        return Proposed(drafts)
+            problem = f"took longer than {self._budget_s * 1000:g} ms"
+            return Proposed(drafts, self._fail("propose", "too_slow", problem))
+        self._num_failures["propose"] = 0
+        untold, self._untold = self._untold, ""
+        return Proposed(drafts, untold)
 
     def forget(self, requests: Sequence[Context]) -> None:
         """See Proposer."""
@@ -79,7 +82,9 @@ class GuardedProposer:
         try:
             self._proposer.forget(requests)
         except Exception as error:  # noqa: BLE001  as above
-            self._fail("raised", repr(error))
+            self._untold = self._fail("forget", "raised", repr(error))
+        else:
+            self._num_failures["forget"] = 0
 
     def check(self) -> list[str]:
         """See Proposer."""
@@ -123,12 +128,12 @@ class GuardedProposer:
                 drafts[request.request_id] = token_ids
         return drafts, problem
 
-    def _fail(self, failure: Failure, problem: str) -> Failure:
-        self._num_failures += 1
+    def _fail(self, call: Literal["propose", "forget"], failure: Failure, problem: str) -> Failure:
+        self._num_failures[call] += 1
         if failure not in self._logged:
             self._logged.add(failure)
             logger.warning("speculative: %s: %s %s; requests go on without its drafts", failure, self._name, problem)
-        if self._num_failures == MAX_FAILURES:
+        if self._num_failures[call] == MAX_FAILURES:
             logger.error(
                 "speculative: %s has failed %d times in a row, the last time as %s (%s): nothing is proposed any more "
                 "until the pod starts again",

@@ -43,7 +43,7 @@ from common.types import Logprobs, RequestId, SamplingParams
 logger = logging.getLogger(__name__)
 
 _NO_DRAFTS: Mapping[RequestId, Sequence[int]] = MappingProxyType({})
-_DRAWN = SamplingParams(temperature=1.0)
+_DRAWN = SamplingParams(temperature=1.0, speculative=False)
 _ONE_STAGE = OneStage()
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 

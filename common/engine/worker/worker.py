@@ -154,7 +154,7 @@ class Worker:
         most = min(self._config.scheduler.max_num_batched_tokens, self._runner.max_model_len)
         if self.runs_ahead:
             # Triton compiles other kernels for such requests, which the first of them must not wait for.
-            self._runner.profile(1, SamplingParams(temperature=1.0, presence_penalty=1.0))
+            self._runner.profile(1, SamplingParams(temperature=1.0, presence_penalty=1.0, speculative=False))
         return measure_steps(self._runner.profile, most)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:

@@ -107,9 +107,16 @@ def test_failures_that_are_not_in_a_row_do_not_switch_it_off() -> None:
 
 
 def test_what_forget_raises_counts_and_goes_no_further() -> None:
-    guard = guarded(Answering(KeyError("x")))
-    for _ in range(MAX_FAILURES):
+    proposer = Answering(None)
+    guard = guarded(proposer)
+    for _ in range(MAX_FAILURES - 1):
+        proposer.drafts = KeyError("x")
         guard.forget(REQUESTS)
+        proposer.drafts = None
+        assert guard.propose(REQUESTS) == ({"a": [5], "b": [5]}, "raised")
+        assert guard.propose(REQUESTS) == ({"a": [5], "b": [5]}, "")
+    proposer.drafts = KeyError("x")
+    guard.forget(REQUESTS)
     assert guard.propose(REQUESTS) == NOTHING
 
 
