@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from common.engine.worker import model_runner
 from common.errors import ConfigError
 from common.types import Constraint, FinishReason, Logprobs, SampledToken, SamplingParams
 from tests.integration import speculation_rig as rig
+from tests.integration.cluster import running_cluster
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
 
 MAX_TOKENS = 14
@@ -211,6 +213,23 @@ def test_outputs_in_memory_are_given_back(monkeypatch: pytest.MonkeyPatch) -> No
         del history
     gc.collect()
     assert [each() for each in histories] == [None]
+
+
+async def test_drafts_after_a_handoff_are_of_the_same_tenant(tmp_path: Path, verified: Verified) -> None:
+    """No token of the model follows another twice, so that what is proposed was an answer before."""
+    prompt = prompt_of(9)
+    expected = reference_generate(tiny_model_dir("llama"), prompt, MAX_TOKENS)
+    num_drafts, num_right = [], []
+    async with running_cluster(tmp_path, "llama", speculative="suffix") as cluster:
+        for salt, is_on in [("a", True), ("a", True), ("b", True), ("a", False)]:
+            before = verified.num_drafts, verified.num_right
+            answer = await cluster.generate(prompt, cache_salt=salt, max_tokens=MAX_TOKENS, speculative=is_on)
+            assert list(answer.choices[0].token_ids) == expected
+            num_drafts.append(verified.num_drafts - before[0])
+            num_right.append(verified.num_right - before[1])
+        assert cluster.recomputed() == 0
+    assert num_right[1] > MAX_TOKENS // 2
+    assert [num_drafts[at] for at in (0, 2, 3)] == [0, 0, 0]
 
 
 def test_a_small_cache_preempts_and_changes_nothing(method: str) -> None:
