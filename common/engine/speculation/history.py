@@ -136,7 +136,8 @@ class History:
 
 def _hash(run: list[int]) -> int:
     """Of MIN_MATCH tokens; a number modulo 2^64, without its lowest bits."""
-    return (sum(map(operator.mul, run, _FACTORS)) & _MASK64) >> _SHIFT
+    total: int = sum(map(operator.mul, run, _FACTORS))
+    return (total & _MASK64) >> _SHIFT
 
 
 def _hashes(runs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
