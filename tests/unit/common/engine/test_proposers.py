@@ -275,3 +275,29 @@ def test_a_history_that_is_wrong_is_noticed(array: str) -> None:
     values = getattr(proposer._history, array)
     values[np.flatnonzero(values)[0] if array != "_before" else 5] += 1 if array != "_before" else 100
     assert proposer.check() != []
+
+
+def test_what_is_found_is_what_a_plain_search_of_the_last_outputs_finds() -> None:
+    rng = np.random.default_rng(2)
+    proposer = suffix()
+    size, vocab = (1 << 20) // 24, 40
+    written: list[int] = []
+    while len(written) < 2 * size:
+        output = rng.integers(0, vocab, rng.integers(1, 500)).tolist()
+        proposer.forget([context(output)])
+        written += [*output, -1]
+    ring = ",".join(["", *map(str, written[-size:]), ""])
+    num_found = 0
+    for _ in range(200):
+        at = int(rng.integers(size, len(written) - 20))
+        tokens = [abs(each) for each in written[at : at + 4]]
+        found = proposer._history.find(b"a", np.array(tokens), 1)
+        expected = next(
+            (length, count)
+            for length in (4, 3, 0)
+            if (count := ring.count("," + ",".join(map(str, tokens[-length:])) + ",")) or not length
+        )
+        if found.length or expected[0]:
+            assert (found.length, len(found.continuations)) == expected
+            num_found += 1
+    assert num_found > 100
