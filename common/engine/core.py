@@ -116,7 +116,7 @@ class EngineCore:
             self._lockstep = _open_lockstep(config, on_wakeup, on_failure)
             facts = executor.load_model()
             # Installed processors and proposers may look at the tokens so far.
-            looks_back = bool(config.model.logits_processors) or config.speculation.proposer is not None
+            looks_back = bool(config.model.logits_processors) or config.speculation.speculative is not None
             # Engines that step together decide on one step at a time.
             self._may_run_ahead = executor.runs_ahead and not looks_back and self._lockstep is None
             self.spec = _resolve_spec(config, facts)

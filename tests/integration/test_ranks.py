@@ -50,7 +50,7 @@ def alone() -> dict[str, Completion]:
     return generate(1)
 
 
-@pytest.mark.parametrize("options", [{}, {"proposer": "tests.extensions.proposer:create"}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("options", [{}, {"speculative": "tests.extensions.proposer:create"}], ids=["plain", "drafts"])
 def test_two_ranks_say_what_one_says(alone: dict[str, Completion], options: dict[str, object]) -> None:
     together = generate(2, **options)
     for name in PARAMS:

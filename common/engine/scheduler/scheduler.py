@@ -449,6 +449,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             positions=request.positions,
+            root=request.root,
         )
 
     def masks_arrived(self, request_ids: Sequence[RequestId]) -> None:

@@ -100,7 +100,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
 _EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
 _CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
-_DRAWN = SamplingParams(temperature=1.0, seed=0)
+_DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
 _OWN_FACTS = frozenset(
     {"available_kv_bytes", "bytes_per_block", "device", "kernels_failed", "num_threads", "tokenizer_directory"}
 )
