@@ -40,9 +40,9 @@ test-page: $(DEV)
 	$(BIN)/pytest -m page tests/page $(ARGS)
 
 ## Handoffs between all degrees, over each connector, while a rank is killed, stopped or cut off, and architectures on two
-## ranks. Half an hour.
+## ranks, in two processes. Twenty minutes.
 test-matrix: $(DEV)
-	$(BIN)/pytest -m matrix $(ARGS)
+	$(BIN)/pytest -n 2 -m matrix $(ARGS)
 
 ## Needs a CUDA device.
 test-gpu: $(DEV)
@@ -102,10 +102,12 @@ proto: $(DEV)
 api-docs: $(DEV)
 	$(BIN)/python -m router.gateway.api_page
 
-## Regenerates docs/configuration.md and docs/metrics.md from settings and metrics in the code.
-reference: $(RUNTIME)
+## Regenerates docs/configuration.md and docs/metrics.md from settings and metrics in the code, docs/parallel_tests.md from
+## the tests.
+reference: $(DEV)
 	$(BIN)/python -m docs_site.configuration_page
 	$(BIN)/python -m docs_site.metrics_page
+	$(BIN)/python -m docs_site.parallel_tests_page
 
 ## Builds the documentation into site/. Broken links and anchors fail. make docs ARGS="--site-dir /tmp/site"
 docs: $(DOCS)

@@ -47,6 +47,7 @@ def engine() -> Iterator[Callable[..., RankedRig]]:
 DEGREES = [(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (1, 4), (4, 1), (4, 4)]
 
 
+@pytest.mark.cell(feature="transfer", connector="nixl", degrees="{of_producer} to {of_consumer}")
 @pytest.mark.parametrize(("of_producer", "of_consumer"), DEGREES)
 def test_round_trip_is_bit_exact(engine, of_producer, of_consumer):
     producer, consumer = engine(1, of_producer), engine(2, of_consumer)
@@ -60,6 +61,12 @@ def test_round_trip_is_bit_exact(engine, of_producer, of_consumer):
     assert producer.bits(range(12)) == source
 
 
+@pytest.mark.cell(
+    feature="transfer",
+    connector="nixl",
+    degrees="{of_producer} to {of_consumer}",
+    fault="a block is damaged on rank {rank}",
+)
 @pytest.mark.parametrize(
     ("of_producer", "of_consumer", "rank"),
     [(2, 2, 0), (2, 2, 1), (1, 2, 1), (2, 1, 0), (2, 4, 1), (2, 4, 3), (4, 2, 0)],
@@ -82,6 +89,7 @@ def test_digests_for_engines_of_another_degree_count_for_nothing(engine, of_prod
     assert consumer.load([5, 6], HASHES[:2], saved.digests).num_blocks_ok == 2
 
 
+@pytest.mark.cell(feature="transfer", connector="nixl", degrees="1 to 2", fault="a rank is gone")
 def test_a_rank_that_is_gone_costs_the_transfer(engine):
     producer, consumer = engine(1, 1), engine(2, 2)
     assert producer.save([1], HASHES[:1], consumer.address, [5]).error == ""

@@ -54,6 +54,7 @@ def engine() -> Iterator[Callable[..., EngineRig]]:
         rig.close()
 
 
+@pytest.mark.cell(feature="transfer", connector="{medium}", degrees="{of_writer} to {of_reader}")
 @pytest.mark.parametrize(("of_writer", "of_reader"), list(itertools.product(DEGREES, DEGREES)))
 def test_any_degree_reads_what_any_other_wrote(medium, engine, of_writer, of_reader):
     writer, reader = engine(medium, of_writer, 1), engine(medium, of_reader, 2)
@@ -75,6 +76,7 @@ def test_all_degrees_write_the_same_bytes_under_the_same_keys(medium, engine):
     assert written[0] == written[1] == written[2]
 
 
+@pytest.mark.cell(feature="transfer", connector="{medium}", degrees="2 to 4", fault="a block is {damage}")
 @pytest.mark.parametrize("damage", ["removed", "changed"])
 def test_a_block_is_complete_or_missing_on_all_ranks(medium, engine, damage):
     writer, reader = engine(medium, 2, 1), engine(medium, 4, 2)

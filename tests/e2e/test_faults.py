@@ -102,6 +102,7 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
         cluster.check_integrity()
 
 
+@pytest.mark.cell(feature="streams go on elsewhere", degrees="2", fault="{victim} of a {role} pod gets {number.name}")
 @pytest.mark.parametrize(
     ("role", "victim", "number", "said"),
     [

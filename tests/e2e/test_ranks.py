@@ -14,13 +14,17 @@ MAX_TOKENS = 40
 PROMPT = "The sun is a star and the sky is blue. " * 12
 
 
+TWO_TO_TWO, ONE_TO_TWO, TWO_TO_ONE = (pytest.mark.cell(degrees=degrees) for degrees in ("2 to 2", "1 to 2", "2 to 1"))
+
+
+@pytest.mark.cell(feature="pods of ranks", connector="{connector}")
 @pytest.mark.parametrize(
     ("connector", "options"),
     [
-        ("shared-storage", "--tensor-parallel-size 2"),
-        ("shared-storage", "--decode-tensor-parallel-size 2"),
-        pytest.param("shared-storage", "--prefill-tensor-parallel-size 2", marks=pytest.mark.slow),
-        ("nixl", "--prefill-tensor-parallel-size 2"),
+        pytest.param("shared-storage", "--tensor-parallel-size 2", marks=TWO_TO_TWO),
+        pytest.param("shared-storage", "--decode-tensor-parallel-size 2", marks=ONE_TO_TWO),
+        pytest.param("shared-storage", "--prefill-tensor-parallel-size 2", marks=[TWO_TO_ONE, pytest.mark.slow]),
+        pytest.param("nixl", "--prefill-tensor-parallel-size 2", marks=TWO_TO_ONE),
     ],
 )
 def test_pods_of_ranks_answer_with_the_tokens_of_one(connector: str, options: str) -> None:

@@ -19,6 +19,11 @@ def expected() -> list[list[int]]:
     return [reference_generate(tiny_model_dir("llama"), prompt, MAX_TOKENS) for prompt in PROMPTS]
 
 
+@pytest.mark.cell(
+    feature="handoff between engines of pods",
+    connector="{connector}",
+    degrees="{prefill_engines} to {decode_engines} engines",
+)
 @pytest.mark.parametrize(
     ("connector", "prefill_engines", "decode_engines"),
     [("shared-storage", 2, 2), ("redis", 1, 2), ("nixl", 2, 1), ("nixl", 2, 2)],

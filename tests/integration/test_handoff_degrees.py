@@ -30,7 +30,12 @@ LENGTHS = (1, BLOCK_SIZE, 3 * CHUNK - 1, 5 * CHUNK + 5)
 DEGREES = [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8), (8, 2)]
 NUM_KV_HEADS = 4  # of ranks of degree 8, two have the same one
 OpenEngine = Callable[..., InprocClient]
-CUTS = [((1, (2, 1)), (1, ())), ((1, ()), (1, (2, 1))), ((2, ()), (1, (1, 2))), ((2, (1, 1, 1)), (4, (1, 2)))]
+CUTS = [
+    pytest.param((1, (2, 1)), (1, ()), marks=pytest.mark.cell(degrees="1x2 to 1")),
+    pytest.param((1, ()), (1, (2, 1)), marks=pytest.mark.cell(degrees="1 to 1x2")),
+    pytest.param((2, ()), (1, (1, 2)), marks=pytest.mark.cell(degrees="2 to 1x2")),
+    pytest.param((2, (1, 1, 1)), (4, (1, 2)), marks=pytest.mark.cell(degrees="2x3 to 4x2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +88,7 @@ def expected(prompt: list[int]) -> list[int]:
     return expected_tokens(prompt, GREEDY.max_tokens or 0, groups=TWO_GROUPS)
 
 
+@pytest.mark.cell(feature="handoff (fake)", connector="{open_engine}", degrees="{of_producer} to {of_consumer}")
 @pytest.mark.parametrize(("of_producer", "of_consumer"), DEGREES)
 def test_all_kv_arrives(open_engine: OpenEngine, of_producer: int, of_consumer: int) -> None:
     prompts = [prompt_of(length) for length in LENGTHS]
@@ -94,6 +100,7 @@ def test_all_kv_arrives(open_engine: OpenEngine, of_producer: int, of_consumer: 
     assert handoffs.consumer.stats().num_prompt_tokens == 0
 
 
+@pytest.mark.cell(feature="handoff (fake)", connector="{open_engine}")
 @pytest.mark.parametrize(("of_producer", "of_consumer"), CUTS)
 def test_all_kv_arrives_between_stages(
     open_engine: OpenEngine, of_producer: tuple[int, tuple[int, ...]], of_consumer: tuple[int, tuple[int, ...]]
@@ -107,6 +114,9 @@ def test_all_kv_arrives_between_stages(
     assert handoffs.consumer.stats().num_prompt_tokens == 0
 
 
+@pytest.mark.cell(
+    feature="blocks kept in a store (fake)", connector="{open_engine}", degrees="{of_first} to {of_second}"
+)
 @pytest.mark.parametrize(("of_first", "of_second"), [(1, 2), (2, 1), (4, 2)])
 def test_what_an_engine_of_another_degree_kept_is_restored(
     open_engine: OpenEngine, of_first: int, of_second: int
@@ -139,6 +149,7 @@ def config_of(connector: KVConnectorConfig, num_ranks: int, model: str = "", num
     )
 
 
+@pytest.mark.cell(feature="handoff (fake)", connector="{connector}", degrees="{of_producer} to {of_consumer}")
 @pytest.mark.parametrize(("of_producer", "of_consumer"), [(2, 1), (1, 2)])
 def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_producer: int, of_consumer: int) -> None:
     prompts = [prompt_of(length) for length in LENGTHS]
@@ -149,6 +160,11 @@ def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_produc
     assert decoded == [expected_tokens(prompt, GREEDY.max_tokens or 0) for prompt in prompts]
 
 
+@pytest.mark.cell(
+    feature="handoff",
+    connector="{connector}",
+    degrees="{of_producer[0]}x{of_producer[1]} to {of_consumer[0]}x{of_consumer[1]}",
+)
 @pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
 @pytest.mark.parametrize(
     ("of_producer", "of_consumer"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (1, 1)), ((2, 1), (1, 2))]

@@ -29,8 +29,13 @@ def config_of(model: Path, directory: Path, **sizes: int) -> EngineConfig:
     return on_nodes(config, directory)
 
 
+@pytest.mark.cell(feature="llama on two machines")
 @pytest.mark.parametrize(
-    "sizes", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)]
+    "sizes",
+    [
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.cell(degrees="2")),
+        pytest.param({"pipeline_parallel_size": 2}, marks=[pytest.mark.slow, pytest.mark.cell(degrees="1x2")]),
+    ],
 )
 def test_tokens_of_two_machines_are_those_of_transformers(tmp_path: Path, sizes: dict[str, int]) -> None:
     model = tiny_model_dir("llama")

@@ -34,6 +34,7 @@ def generate(num_stages: int) -> dict[str, Completion]:
     return dict(zip(PARAMS, answers, strict=True))
 
 
+@pytest.mark.cell(feature="sampling, log probabilities, structured output", degrees="1x2")
 def test_two_stages_say_what_one_says() -> None:
     alone, together = generate(1), generate(2)
     for name in PARAMS:
@@ -42,6 +43,7 @@ def test_two_stages_say_what_one_says() -> None:
     assert len(together["prompt"].prompt_logprobs or []) == len(alone["prompt"].prompt_logprobs or []) > 0
 
 
+@pytest.mark.cell(feature="{architecture}", degrees="{num_ranks}x{num_stages}", fault="preemption")
 @pytest.mark.parametrize(
     ("architecture", "num_stages", "num_ranks", "settings"),
     [
@@ -73,6 +75,7 @@ def stages() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.cell(feature="llama", degrees="1x2", fault="stage {number} is killed")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stage_that_is_killed_ends_the_engine(stages: LLM, number: int) -> None:
     ranks = ranks_of(os.getpid())

@@ -8,11 +8,13 @@ ended.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -34,7 +36,8 @@ NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 PROMPTS = [prompt_of(length, seed=length) for length in (CHUNK + 3, 3 * CHUNK, 5 * CHUNK + 5, 6 * CHUNK - 1)]
 ROUNDS = 7  # of steps before the fault: some requests decode, others are being computed
-STEP_TIMEOUT_S = 4.0
+STEP_TIMEOUT_S = 60.0  # no test is meant to wait for it
+STOPPED_TIMEOUT_S = 4.0  # of the engine whose rank is stopped
 
 CONNECTORS = ("shared-storage", "redis", "nixl")
 DEGREES = ((1, 2), (2, 1), (2, 2), (4, 2))
@@ -70,14 +73,29 @@ def cut(engine: InprocClient) -> None:
     os.close(process)
 
 
-FAULTS: dict[str, tuple[str, Callable[[InprocClient], None]]] = {
-    "a prefill rank is killed": ("producer", kill),
-    "a decode rank is killed": ("consumer", kill),
-    "a prefill rank is stopped": ("producer", stop),
-    "a decode rank is stopped": ("consumer", stop),
-    "the link between prefill ranks is cut": ("producer", cut),
-    "the link between decode ranks is cut": ("consumer", cut),
+class Fault(NamedTuple):
+    """What goes wrong, and how the engine says so."""
+
+    side: str
+    strike: Callable[[InprocClient], None]
+    said: str
+
+
+FAULTS = {
+    "a prefill rank is killed": Fault("producer", kill, "was ended by SIGKILL"),
+    "a decode rank is killed": Fault("consumer", kill, "was ended by SIGKILL"),
+    "a prefill rank is stopped": Fault("producer", stop, "is stopped"),
+    "a decode rank is stopped": Fault("consumer", stop, "is stopped"),
+    "the link between prefill ranks is cut": Fault("producer", cut, "rank . of . failed"),
+    "the link between decode ranks is cut": Fault("consumer", cut, "rank . of . failed"),
 }
+
+
+def cells() -> Iterator[tuple[tuple[int, int], str]]:
+    """Degrees and fault; one rank has no link to another."""
+    for degrees, (name, fault) in itertools.product(DEGREES, FAULTS.items()):
+        if fault.strike is not cut or degrees[fault.side == "consumer"] > 1:
+            yield degrees, name
 
 
 @pytest.fixture(params=CONNECTORS)
@@ -91,31 +109,39 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVConn
         yield KVConnectorConfig(factory="kv_store.registry:create_connector", name=request.param, options=options)
 
 
-def open_engine(connector: KVConnectorConfig, num_ranks: int) -> InprocClient:
+def open_engine(connector: KVConnectorConfig, num_ranks: int, step_timeout_s: float = STEP_TIMEOUT_S) -> InprocClient:
     config = EngineConfig(
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=128),
         scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
-        parallel=ParallelConfig(tensor_parallel_size=num_ranks, step_timeout_s=STEP_TIMEOUT_S),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks, step_timeout_s=step_timeout_s),
         connector=connector,
     )
     return InprocClient(config, create_fake_multiproc_executor(config))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("degrees", DEGREES, ids=[f"{first}-to-{second}" for first, second in DEGREES])
+def name_of(value: object) -> str:
+    return f"{value[0]}-to-{value[1]}" if isinstance(value, tuple) else str(value)
+
+
+@pytest.mark.cell(
+    feature="handoff (fake)", connector="{connector}", degrees="{degrees[0]} to {degrees[1]}", fault="{fault}"
+)
+@pytest.mark.parametrize(("degrees", "fault"), list(cells()), ids=name_of)
 def test_streams_are_complete_after(connector: KVConnectorConfig, degrees: tuple[int, int], fault: str) -> None:
-    side, strike = FAULTS[fault]
+    side, strike, said = FAULTS[fault]
     of_producer, of_consumer = degrees
-    if strike is cut and (of_producer if side == "producer" else of_consumer) == 1:
-        pytest.skip("one rank has no link to another")
-    with open_engine(connector, of_producer) as producer, open_engine(connector, of_consumer) as consumer:
+    timeouts = {side: STOPPED_TIMEOUT_S} if strike is stop else {}
+    with (
+        open_engine(connector, of_producer, timeouts.get("producer", STEP_TIMEOUT_S)) as producer,
+        open_engine(connector, of_consumer, timeouts.get("consumer", STEP_TIMEOUT_S)) as consumer,
+    ):
         handoffs = Handoffs(producer, consumer)
         ids = begin(handoffs)
         for _ in range(ROUNDS):
             handoffs.step_producer()
             handoffs.step_consumer()
         strike(producer if side == "producer" else consumer)
-        with pytest.raises(EngineDeadError, match="rank"):
+        with pytest.raises(EngineDeadError, match=said):
             handoffs.run_to_the_end()
         if side == "producer":
             producer.close()
@@ -134,7 +160,8 @@ def test_streams_are_complete_after(connector: KVConnectorConfig, degrees: tuple
     assert tokens == [expected_tokens(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=[f"{first}-to-{second}" for first, second in DEGREES])
+@pytest.mark.cell(feature="handoff (fake)", connector="{connector}", degrees="{degrees[0]} to {degrees[1]}")
+@pytest.mark.parametrize("degrees", DEGREES, ids=name_of)
 def test_streams_are_complete_undisturbed(connector: KVConnectorConfig, degrees: tuple[int, int]) -> None:
     of_producer, of_consumer = degrees
     with open_engine(connector, of_producer) as producer, open_engine(connector, of_consumer) as consumer:

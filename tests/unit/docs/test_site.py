@@ -18,7 +18,7 @@ from cli.main import COMMANDS
 from common.config import build, create_parser, load_yaml, parse
 from decode_service.config import DecodeConfig
 from deploy.cluster_config import SECTIONS, ClusterConfig, parse_cluster
-from docs_site import configuration_page, metrics_page
+from docs_site import configuration_page, metrics_page, parallel_tests_page
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -60,7 +60,9 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(entries(site["nav"])) == [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
 
 
-@pytest.mark.parametrize("page", [configuration_page, metrics_page], ids=["configuration", "metrics"])
+@pytest.mark.parametrize(
+    "page", [configuration_page, metrics_page, parallel_tests_page], ids=["configuration", "metrics", "parallel tests"]
+)
 def test_a_reference_is_what_the_code_says(page) -> None:
     assert page.PAGE.read_text() == page.page(), "run `make reference`"
 

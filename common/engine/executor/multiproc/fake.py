@@ -16,8 +16,7 @@ from common.engine.contract.step import FinishedStep, SchedulerOutput
 from common.engine.executor.fake import FAKE_FINGERPRINT, FakeExecutor, MemoryConnector
 from common.engine.executor.fake_worker import FakeWorker, Sums
 from common.engine.executor.multiproc.executor import MultiprocExecutor
-from common.engine.executor.multiproc.rendezvous import open_rendezvous
-from common.engine.executor.multiproc.worker import GRACE_S
+from common.engine.executor.multiproc.rendezvous import GRACE_S, open_rendezvous
 from common.engine.kv_connector import OpenConnector, WorkerConnector
 from common.engine.worker.connector import create_connector
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+GRACE_S = 5.0  # the driver's time for a step is over before that of a collective: it knows which rank is stopped
 _SCHEME = "tcp://"
 _TIMEOUT = timedelta(seconds=60)
 _hosted: list[Store] = []  # ends with the process

@@ -6,13 +6,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from common.engine.config import EngineConfig
 from common.engine.devices.ranks import OneRank, Ranks
-from common.engine.executor.multiproc.rendezvous import open_rendezvous
+from common.engine.executor.multiproc.rendezvous import GRACE_S, open_rendezvous
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.ranks import GlooRanks
 from common.engine.model.stage_links import GlooStageLinks, OneStage, StageLinks
 from common.engine.worker.worker import Worker
-
-GRACE_S = 5.0  # the driver's time for a step is over before that of a collective: it knows which rank is stopped
 
 
 def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:

@@ -74,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cell(feature="{model}", degrees="{size}")
 @pytest.mark.parametrize(("size", "model", "settings", "kernels"), CASES)
 def test_ranks_generate_what_the_whole_model_generates(run, size, model, settings, kernels):
     directory = tiny_model_dir(model)
@@ -106,6 +107,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.cell(feature="{name}", degrees="2")
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_on_two_ranks(run, tmp_path, name):

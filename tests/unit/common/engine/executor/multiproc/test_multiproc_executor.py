@@ -108,6 +108,7 @@ def finish(client: InprocClient) -> dict[RequestId, list[int]]:
     return tokens
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="{num_ranks}")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_generate_the_expected_tokens(num_ranks: int) -> None:
     config = config_of(num_ranks, scheduler=SchedulerConfig(max_num_batched_tokens=16))
@@ -160,6 +161,7 @@ def test_steps_in_flight_are_answered_in_order() -> None:
 # -- ranks that end ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="2", fault="rank {rank} is killed between steps")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_is_seen_between_steps(rank: int) -> None:
     failures: list[Exception] = []
@@ -178,6 +180,7 @@ def test_a_rank_that_is_killed_is_seen_between_steps(rank: int) -> None:
     assert [str(each) for each in failures] == [f"rank {rank} of 2 was ended by SIGKILL"]
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="2", fault="a rank is killed in a step")
 def test_a_rank_that_is_killed_ends_the_step_that_runs() -> None:
     with started() as executor:
         os.kill(pid_of(executor, 1), signal.SIGSTOP)  # the other one waits for it
@@ -187,6 +190,7 @@ def test_a_rank_that_is_killed_ends_the_step_that_runs() -> None:
             running.result()
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="2", fault="rank {rank} is stopped")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_engine_in_time(rank: int) -> None:
     with started(config_of(step_timeout_s=0.5)) as executor:
@@ -197,6 +201,7 @@ def test_a_rank_that_is_stopped_ends_the_engine_in_time(rank: int) -> None:
             run(executor, step([1, 2], 2, [1]))
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="2", fault="a rank is stopped in the start")
 def test_a_rank_that_is_stopped_ends_the_start() -> None:
     executor = MultiprocExecutor(config_of(step_timeout_s=0.5), factory("create_stopping"))
     try:
@@ -206,6 +211,7 @@ def test_a_rank_that_is_stopped_ends_the_start() -> None:
         executor.close()
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="2", fault="a rank fails")
 def test_a_rank_that_fails_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with started(name=factory("create_failing")) as executor:
         assert run(executor, step([1, 2], 2, [1])) == expected_tokens([1, 2], 1)
@@ -225,6 +231,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="2", fault="the driver is killed")
 def test_ranks_end_with_the_driver_also_one_that_is_stopped(tmp_path: Path) -> None:
     script = f"""
 import time
@@ -248,6 +255,7 @@ with started() as executor:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.cell(feature="engine (fake)", degrees="2", fault="ranks part ways")
 def test_ranks_that_part_ways_are_an_error_without_another_step() -> None:
     failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     with started(name=factory("create_unseeded")) as executor:

@@ -116,14 +116,25 @@ def stop(machine: NodeProcess) -> None:
     machine.signal_all(signal.SIGSTOP)
 
 
+@pytest.mark.cell(feature="engine on two machines (fake)", degrees="2")
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
         pytest.param(
-            kill, r"node 1 \(127.0.0.1\) is gone: it has closed its connection", marks=pytest.mark.slow
-        ),  # as in tests/e2e
-        (kill_rank, "rank 1 of 2 was ended by SIGKILL"),
-        (stop, r"node 1 \(127.0.0.1\) is gone: it has been silent for 1 s \(node_timeout_s\)"),
+            kill,
+            r"node 1 \(127.0.0.1\) is gone: it has closed its connection",
+            marks=[pytest.mark.cell(fault="a machine is killed"), pytest.mark.slow],  # as in tests/e2e
+        ),
+        pytest.param(
+            kill_rank,
+            "rank 1 of 2 was ended by SIGKILL",
+            marks=pytest.mark.cell(fault="a rank on another machine is killed"),
+        ),
+        pytest.param(
+            stop,
+            r"node 1 \(127.0.0.1\) is gone: it has been silent for 1 s \(node_timeout_s\)",
+            marks=pytest.mark.cell(fault="a machine is stopped"),
+        ),
     ],
 )
 def test_a_machine_that_goes_away_ends_the_engine(
