@@ -97,6 +97,7 @@ def test_a_rank_that_is_killed_ends_the_engine() -> None:
         assert time.monotonic() - killed < ParallelConfig().step_timeout_s
 
 
+@pytest.mark.cell(feature="experts of {architecture} cut whole", degrees="2")
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
 def test_experts_cut_whole_give_the_tokens_of_transformers(architecture: str) -> None:
     directory = tiny_model_dir(architecture)
