@@ -108,6 +108,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = 0  # after which the KV of the step's tokens is written
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # what may come after the outcomes; see Proposer
+    proposer_failure: str = ""  # why there are none, if the proposer has failed: one of few reasons
 
 
 class RunningStep(Protocol):
