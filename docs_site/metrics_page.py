@@ -28,6 +28,10 @@ from router.workers.metrics import WorkerMetrics
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 VLLM_NAMES = {
     "baton_pod_cache_config_info": "vllm:cache_config_info",
+    "baton_pod_draft_verifications_total": "vllm:spec_decode_num_drafts_total",
+    "baton_pod_drafts_accepted_per_position_total": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "baton_pod_drafts_accepted_total": "vllm:spec_decode_num_accepted_tokens_total",
+    "baton_pod_drafts_verified_total": "vllm:spec_decode_num_draft_tokens_total",
     "baton_pod_generation_tokens_total": "vllm:generation_tokens_total",
     "baton_pod_kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "baton_pod_kv_transfer_bytes_total": "vllm:nixl_bytes_transferred",

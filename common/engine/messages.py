@@ -7,8 +7,10 @@ outputs of transfers, which do not wait for a step; and `CallResult`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
+from itertools import zip_longest
 from typing import Literal, TypeVar
 
 import msgspec
@@ -182,6 +184,33 @@ class StepFigures(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
+NUM_DRAFT_POSITIONS = 16  # told apart; later ones count as the last
+
+
+class DraftFigures(msgspec.Struct, frozen=True, array_like=True):
+    """Speculative decoding since the start. Counts drafts, each a token, unless it says otherwise."""
+
+    num_proposed: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0  # that became tokens of the output
+    num_verifications: int = 0  # of one request in one step each
+    num_steps: int = 0  # in which some were verified
+    accepted_by_position: tuple[int, ...] = ()  # sums to those accepted; empty before the first
+    failures: dict[str, int] = {}  # of the proposer, by reason
+
+    def __add__(self, other: DraftFigures) -> DraftFigures:
+        """Those of two engines together."""
+        return DraftFigures(
+            self.num_proposed + other.num_proposed,
+            self.num_verified + other.num_verified,
+            self.num_accepted + other.num_accepted,
+            self.num_verifications + other.num_verifications,
+            self.num_steps + other.num_steps,
+            tuple(map(sum, zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0))),
+            dict(Counter(self.failures) + Counter(other.failures)),
+        )
+
+
 class PhaseSeconds(msgspec.Struct, frozen=True, array_like=True):
     """Seconds of the step loop since the start, by what it did. They add up to the time for which it has run."""
 
@@ -251,6 +280,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefill_steps: StepFigures = StepFigures()  # that computed prompts only
     decode_steps: StepFigures = StepFigures()  # that computed no prompt
     mixed_steps: StepFigures = StepFigures()
+    drafts: DraftFigures = DraftFigures()
     saves: TransferFigures = TransferFigures()  # of prefilled prompts, for decode pods
     loads: TransferFigures = TransferFigures()  # of prompts that a prefill pod has computed
     offloads: TransferFigures = TransferFigures()  # to the tiers below the device
@@ -273,7 +303,7 @@ _Figures = TypeVar("_Figures", EngineStats, StepFigures, TransferFigures, PhaseS
 
 def _sum(one: _Figures, other: _Figures) -> _Figures:
     values = [(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__]
-    sums = [_sum(own, others) if isinstance(own, msgspec.Struct) else own + others for own, others in values]
+    sums = [own + others if hasattr(own, "__add__") else _sum(own, others) for own, others in values]
     return type(one)(**dict(zip(one.__struct_fields__, sums, strict=True)))
 
 

@@ -128,6 +128,7 @@ class _EngineFigures(Collector):
         """See Collector."""
         yield from self._gauges()
         yield from self._counters()
+        yield from self._drafts()
         yield self._kernel_fallbacks()
         yield from self._steps()
         yield from self._transfers()
@@ -200,6 +201,42 @@ class _EngineFigures(Collector):
             for labels, stats in self._by_engine():
                 family.add_metric(labels, getattr(stats, field))
             yield family
+
+    def _drafts(self) -> Iterator[Metric]:
+        """Nothing by position or reason where there was none."""
+        figures: tuple[tuple[str, str, str], ...] = (
+            ("baton_pod_drafts_proposed", "Tokens that the proposer guessed.", "num_proposed"),
+            ("baton_pod_drafts_verified", "Of these, computed beside the requests' next tokens.", "num_verified"),
+            ("baton_pod_drafts_accepted", "Of these, those that were right: tokens of outputs.", "num_accepted"),
+            (
+                "baton_pod_draft_verifications",
+                "Steps of requests that verified drafts; each gives a token more than were accepted.",
+                "num_verifications",
+            ),
+            ("baton_pod_draft_steps", "Steps in which any request verified drafts.", "num_steps"),
+        )
+        for name, documentation, field in figures:
+            family = CounterMetricFamily(name, documentation, labels=self._labels)
+            for labels, stats in self._by_engine():
+                family.add_metric(labels, getattr(stats.drafts, field))
+            yield family
+        accepted = CounterMetricFamily(
+            "baton_pod_drafts_accepted_per_position",
+            "Accepted drafts by their place among those of a request and step, from 0; 15 counts later ones too.",
+            labels=[*self._labels, "position"],
+        )
+        failures = CounterMetricFamily(
+            "baton_pod_proposer_failures",
+            "Steps whose proposer failed, so that the next had no drafts.",
+            labels=[*self._labels, "reason"],
+        )
+        for labels, stats in self._by_engine():
+            for position, count in enumerate(stats.drafts.accepted_by_position):
+                accepted.add_metric([*labels, str(position)], count)
+            for reason, count in stats.drafts.failures.items():
+                failures.add_metric([*labels, reason], count)
+        yield accepted
+        yield failures
 
     def _kernel_fallbacks(self) -> Metric:
         family = CounterMetricFamily(

@@ -281,6 +281,8 @@ class Lifecycle:
                 if reason is not None:
                     self.finish(request, reason)
         self.totals.num_generation_tokens += num_sampled
+        if drafts:
+            self.totals.drafts.num_steps += 1
         if flight.pinned or self._kv.has_fallen_out:
             self._kv.unpin(flight.pinned)
             self._kv.has_fallen_out = self.is_stalled = False
@@ -288,6 +290,9 @@ class Lifecycle:
         if result.drafts:
             running = {request.request_id: request for request in flight.scheduled if not request.is_finished}
             self.drafts = {running[each]: found for each, found in result.drafts.items() if each in running}
+            self.totals.drafts.num_proposed += sum(map(len, self.drafts.values()))
+        if result.proposer_failure:
+            self.totals.drafts.count_failure(result.proposer_failure)
 
     def take_drafts(self) -> dict[Request, list[int]]:
         """Returns what was proposed when the last step ended, also for requests that have left the batch meanwhile."""
@@ -307,9 +312,17 @@ class Lifecycle:
                 request.num_computed_tokens = request.num_tokens - 1
                 self._kv.cache_computed(request)
                 self._transfers.computed(request)
+                self._count_drafts(request, number, number)  # of those after the end nothing is known
                 self.finish(request, reason)
                 return number
+        if isinstance(outcome, list):
+            self._count_drafts(request, num_drafts, len(right))
         return len(right)
+
+    def _count_drafts(self, request: Request, num_drafts: int, num_right: int) -> None:
+        assert request.acceptance is not None
+        request.acceptance.observe(num_drafts, num_right)
+        self.totals.drafts.count_verification(num_drafts, num_right)
 
     def _leave_flights(self, request: Request) -> None:
         """A request ends or loses its blocks: results of steps in flight are not for it. Blocks that they write to are

@@ -18,6 +18,7 @@ import math
 
 from common.engine.contract.masks import RequestGrammar
 from common.engine.messages import AddRequest
+from common.engine.scheduler.draft_depth import Acceptance
 from common.types import BlockHash, FinishReason, SampledToken, hash_partial_block, hash_prompt, root_hash
 
 
@@ -38,6 +39,7 @@ class Request:
 
     __slots__ = (
         "_extra_keys",
+        "acceptance",
         "added_at",
         "awaits_handoff",
         "awaits_mask",
@@ -97,6 +99,7 @@ class Request:
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
         self.awaits_mask = False  # its grammar's mask is late: no step computes anything for it
+        self.acceptance: Acceptance | None = None  # of its drafts, once some were proposed
         self.num_computed_tokens = 0  # whose KV is in its blocks
         self.num_scheduled_tokens = 0  # those, and the tokens that steps in flight compute
 

@@ -43,6 +43,7 @@ from common.engine.messages import (
     RequestOutput,
 )
 from common.engine.scheduler.admissible import Limits
+from common.engine.scheduler.draft_depth import Acceptance, Candidate, DraftDepth
 from common.engine.scheduler.grammars import Grammars, NoGrammars
 from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
@@ -112,6 +113,7 @@ class Scheduler:
         measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
         self._step_times = StepTimes.measured(config.max_num_batched_tokens, measured_work)
         self._knee = measured_knee(measured_steps)
+        self._draft_depth = DraftDepth(self._max_num_running, measured_steps)
         self._num_arrivals = 0
         self._last_step_tokens = 0
         self._last_step_s = 0.0  # of one with tokens: others do not show the model's speed
@@ -256,20 +258,29 @@ class Scheduler:
         return prompts
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
-        """Lets requests that decode in this step verify what was proposed for them, as far as the budget, the memory
-        for logits, their lengths and blocks that nobody may need for another token allow. A step with prompts takes the
-        time that it may without drafts."""
+        """Lets requests that decode in this step verify what was proposed for them, as far as it pays and the budget,
+        the memory for logits, their lengths and blocks that nobody may need for another token allow. A step with
+        prompts takes the time that it may without drafts."""
         proposed = self._lifecycle.take_drafts()
-        num_left = 0 if plan.has_prompts else min(plan.budget, self._max_prompt_rows - len(plan.scheduled))
+        if plan.has_prompts:
+            return
+        verifying: list[Request] = []
+        candidates: list[Candidate] = []
         for request, token_ids in proposed.items():
             num_scheduled = request.num_scheduled_tokens
-            num_wanted = min(len(token_ids), num_left, request.max_num_tokens - request.num_tokens - 1)
-            is_decode = plan.scheduled.get(request) == 1 and num_scheduled == request.num_tokens - 1
-            if num_wanted > 0 and is_decode:
-                num_drafts = self._make_room_for_drafts(request, num_wanted, plan)
-                if num_drafts:
-                    plan.draft(request, token_ids[:num_drafts], num_scheduled)
-                    num_left -= num_drafts
+            if plan.scheduled.get(request) == 1 and num_scheduled == request.num_tokens - 1:
+                acceptance = request.acceptance
+                if acceptance is None:
+                    acceptance = request.acceptance = Acceptance(self._draft_depth.acceptance)
+                most = min(len(token_ids), request.max_num_tokens - request.num_tokens - 1)
+                candidates.append(Candidate(most, num_scheduled, acceptance.chance))
+                verifying.append(request)
+        room = min(plan.budget, self._max_prompt_rows - len(plan.scheduled))
+        depths = self._draft_depth.choose(candidates, len(plan.scheduled), plan.num_context_tokens, max(room, 0))
+        for request, depth in zip(verifying, depths, strict=True):
+            num_drafts = self._make_room_for_drafts(request, depth, plan) if depth else 0
+            if num_drafts:
+                plan.draft(request, proposed[request][:num_drafts], request.num_scheduled_tokens)
 
     def _make_room_for_drafts(self, request: Request, num_drafts: int, plan: StepPlan) -> int:
         """Returns how many drafts fit its blocks, with new ones if more are free than requests run."""
@@ -479,9 +490,12 @@ class Scheduler:
         """Take the runner's answer to `step`, the first in flight, which took `step_s` seconds. Returns all outputs
         since the last call."""
         self._step_times.observe(step_s, step.work, step.num_context_tokens)
-        if step.total_num_scheduled_tokens:
-            self._last_step_tokens = step.total_num_scheduled_tokens
+        num_tokens = step.total_num_scheduled_tokens
+        if num_tokens:
+            self._last_step_tokens = num_tokens
             self._last_step_s = step_s
+            if step.work == num_tokens and self._lifecycle.totals.drafts.num_proposed:  # prompts weigh more
+                self._draft_depth.observe(step_s, num_tokens, step.num_context_tokens, has_drafts=bool(step.drafts))
         self._lifecycle.step_ended(result, step_s)
         return self._lifecycle.take_news()
 
@@ -544,6 +558,7 @@ class Scheduler:
             prefill_steps=totals.prefill_steps.figures,
             decode_steps=totals.decode_steps.figures,
             mixed_steps=totals.mixed_steps.figures,
+            drafts=totals.drafts.figures,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.engine.messages import StepFigures
+from common.engine.messages import NUM_DRAFT_POSITIONS, DraftFigures, StepFigures
+
+_MAX_REASONS = 16  # told apart
 
 
 @dataclass(slots=True)
@@ -19,6 +21,46 @@ class StepTotals:
     def figures(self) -> StepFigures:
         """The current values."""
         return StepFigures(self.num_steps, self.num_tokens, self.seconds)
+
+
+@dataclass(slots=True)
+class DraftTotals:
+    """Counters of speculative decoding; see DraftFigures."""
+
+    num_proposed: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    num_verifications: int = 0
+    num_steps: int = 0
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_POSITIONS)
+    failures: dict[str, int] = field(default_factory=dict)
+
+    def count_verification(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts the drafts of a request in a step."""
+        self.num_verifications += 1
+        self.num_verified += num_drafts
+        self.num_accepted += num_accepted
+        for position in range(num_accepted):
+            self.accepted_by_position[min(position, NUM_DRAFT_POSITIONS - 1)] += 1
+
+    def count_failure(self, reason: str) -> None:
+        """Counts a step whose proposer has failed."""
+        if reason not in self.failures and len(self.failures) >= _MAX_REASONS:
+            reason = "other"
+        self.failures[reason] = self.failures.get(reason, 0) + 1
+
+    @property
+    def figures(self) -> DraftFigures:
+        """The current values."""
+        return DraftFigures(
+            self.num_proposed,
+            self.num_verified,
+            self.num_accepted,
+            self.num_verifications,
+            self.num_steps,
+            tuple(self.accepted_by_position) if self.num_verified else (),
+            self.failures.copy(),
+        )
 
 
 @dataclass(slots=True)
@@ -39,6 +81,7 @@ class Totals:
     prefill_steps: StepTotals = field(default_factory=StepTotals)
     decode_steps: StepTotals = field(default_factory=StepTotals)
     mixed_steps: StepTotals = field(default_factory=StepTotals)
+    drafts: DraftTotals = field(default_factory=DraftTotals)
 
     def count_step(self, num_tokens: int, num_prompt_tokens: int, step_s: float) -> None:
         """Counts a step that has computed `num_tokens`, `num_prompt_tokens` of them of prompts."""

@@ -1,0 +1,191 @@
+"""How many of its drafts each request verifies in a step: as many as make the expected time per token least.
+
+A draft costs a row of the step, and gains a token with the chance that it and those before it are right. Drafts are
+added in the order of tokens gained per second, as long as that is more than the step gains without the next one; then
+the step with drafts is compared with the one without any. That is the optimum: gains of a request fall with each draft,
+and a ratio of sums is raised by exactly those terms whose own ratio is higher.
+
+Drafts that do not pay are tried all the same now and then, within a small share of the time, to notice when they are
+right again; and so are steps without drafts where these pay, to know what they take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
+
+from common.engine.messages import NUM_DRAFT_POSITIONS
+from common.step_times import StepTimes
+
+_UNKNOWN_CHANCE = 0.5  # of a draft that is like none before
+_PRIOR_WEIGHT = 2.0  # verifications that what is known beforehand counts for
+_POD_FADING = 0.98  # of a verification's weight, with each further one of any request
+_REQUEST_FADING = 0.9  # of the same request
+_PROBE_SHARE = 0.015  # of the time, for drafts that are not expected to pay
+_LEAST_PLAIN_STEPS = 3  # between two that only probe, so that what they take is known
+_MAX_DRAFTING_STEPS = 64  # in a row, for the same reason
+_SLOWNESS_FADING = 0.95  # of the weight of a step with drafts
+_MOST_SURPRISE = math.log(2)
+_LEAST_S = 1e-9
+_MEASURED_ROWS = 128  # most tokens of a measured step whose time tells of as many rows
+
+
+class Acceptance:
+    """How likely drafts are right: a chance for each position, if the drafts before it are right."""
+
+    __slots__ = ("_fading", "_prior", "_right", "_tried", "num_accepted", "num_verified")
+
+    def __init__(self, prior: Acceptance | None = None) -> None:
+        """`prior`: of the pod, for that of a request, which tells it what it observes."""
+        self._prior = prior
+        self._fading = _POD_FADING if prior is None else _REQUEST_FADING
+        self._tried = [0.0] * NUM_DRAFT_POSITIONS  # verifications that came to the position, older ones faded
+        self._right = [0.0] * NUM_DRAFT_POSITIONS
+        self.num_verified = 0  # drafts; so is the next one
+        self.num_accepted = 0
+
+    def chance(self, position: int) -> float:
+        """The chance of the draft at `position`, from 0 on. Later positions than are told apart are like the last."""
+        position = min(position, NUM_DRAFT_POSITIONS - 1)
+        expected = _UNKNOWN_CHANCE if self._prior is None else self._prior.chance(position)
+        return (self._right[position] + _PRIOR_WEIGHT * expected) / (self._tried[position] + _PRIOR_WEIGHT)
+
+    def observe(self, num_drafts: int, num_right: int) -> None:
+        """So many of the first of `num_drafts` drafts were right; after the first wrong one nothing is known."""
+        self.num_verified += num_drafts
+        self.num_accepted += num_right
+        for position in range(min(num_right + 1, num_drafts, NUM_DRAFT_POSITIONS)):
+            self._tried[position] = self._fading * self._tried[position] + 1
+            self._right[position] = self._fading * self._right[position] + (position < num_right)
+        if self._prior is not None:
+            self._prior.observe(num_drafts, num_right)
+
+
+class Candidate(NamedTuple):
+    """Drafts that a request may verify."""
+
+    num_drafts: int
+    num_context_tokens: int  # whose KV each of them reads
+    chance: Callable[[int], float]  # see Acceptance
+
+
+class _DecodeTimes:
+    """What steps without prompts take: a line, and what drafts make it longer, as other kernels compute such steps."""
+
+    def __init__(self, max_num_rows: int, measured_steps: Sequence[tuple[float, float]]) -> None:
+        short = [(tokens, seconds) for tokens, seconds in measured_steps if tokens <= _MEASURED_ROWS]
+        self._times = StepTimes.measured(max_num_rows, short)
+        self._sizes: set[tuple[int, bool]] = set()
+        self._num_drafting = self._log_sum = 0.0  # steps with drafts; log(seconds / those of the line)
+        self._slowness = 1.0  # of steps with drafts
+
+    def observe(self, step_s: float, num_rows: int, num_context_tokens: int, *, has_drafts: bool) -> None:
+        """Learns from a step."""
+        size = (num_rows, has_drafts)
+        if size not in self._sizes:  # the first may have been recorded or compiled, which is not part of its time
+            self._sizes.add(size)
+            return
+        if has_drafts:
+            surprise = math.log(max(step_s, _LEAST_S) / self._times.predict(num_rows, num_context_tokens))
+            self._num_drafting = _SLOWNESS_FADING * self._num_drafting + 1
+            self._log_sum = _SLOWNESS_FADING * self._log_sum + min(max(surprise, -_MOST_SURPRISE), _MOST_SURPRISE)
+            self._slowness = math.exp(max(self._log_sum / (self._num_drafting + _PRIOR_WEIGHT), 0.0))
+            step_s /= self._slowness
+        self._times.observe(step_s, num_rows, num_context_tokens)
+
+    def plain(self, num_rows: int, num_context_tokens: int) -> float:
+        """Seconds of a step without drafts."""
+        return max(self._times.predict(num_rows, num_context_tokens), _LEAST_S)
+
+    def drafting(self, num_rows: int, num_context_tokens: int) -> float:
+        """Seconds of a step with drafts, before they are added."""
+        return self._slowness * self.plain(num_rows, num_context_tokens)
+
+    def draft(self, num_context_tokens: int) -> float:
+        """Seconds that one more draft adds."""
+        _, row_s, context_s = self._times.line
+        return max(self._slowness * (row_s + context_s * num_context_tokens), _LEAST_S)
+
+
+class DraftDepth:
+    """Chooses how many drafts are verified. Learns from each step of an engine that has a proposer."""
+
+    def __init__(self, max_num_rows: int, measured_steps: Sequence[tuple[float, float]] = ()) -> None:
+        """`measured_steps`: tokens and seconds of prompts."""
+        self._times = _DecodeTimes(max_num_rows, measured_steps)
+        self._num_alike = 0  # latest steps all of which had drafts, or none of which had
+        self._had_drafts = False
+        self._probe_s = 0.0  # that probes may take
+        self._next_probed = 0
+        self.acceptance = Acceptance()  # of the pod
+
+    def observe(self, step_s: float, num_rows: int, num_context_tokens: int, *, has_drafts: bool) -> None:
+        """Learns from a step without prompts."""
+        self._num_alike = self._num_alike + 1 if has_drafts == self._had_drafts else 1
+        self._had_drafts = has_drafts
+        self._times.observe(step_s, num_rows, num_context_tokens, has_drafts=has_drafts)
+
+    def choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int, room: int) -> list[int]:
+        """Returns how many drafts each candidate verifies, at most `room` together. `num_rows`: of the step without
+        drafts, each of which gives a token; they read the KV of `num_context_tokens`."""
+        if self._had_drafts and self._num_alike >= _MAX_DRAFTING_STEPS:
+            return [0] * len(candidates)
+        plain_s = self._times.plain(num_rows, num_context_tokens)
+        drafting_s = self._times.drafting(num_rows, num_context_tokens)
+        costs = [self._times.draft(each.num_context_tokens) for each in candidates]
+        depths = best_depths(candidates, costs, num_rows, plain_s, drafting_s, room)
+        self._probe_s = min(self._probe_s + _PROBE_SHARE * plain_s, 2 * drafting_s)
+        if any(depths):
+            self._probe(candidates, costs, depths, 0.0, room)
+        elif not self._had_drafts and self._num_alike >= _LEAST_PLAIN_STEPS:
+            self._probe(candidates, costs, depths, drafting_s - plain_s, room)
+        return depths
+
+    def _probe(
+        self, candidates: Sequence[Candidate], costs: Sequence[float], depths: list[int], first_s: float, room: int
+    ) -> None:
+        """Adds a draft to some, in turn, as far as time for that is left. The first costs `first_s` more."""
+        num_left = room - sum(depths)
+        for number in range(len(candidates)):
+            index = (self._next_probed + number) % len(candidates)
+            if depths[index] == candidates[index].num_drafts:
+                continue
+            if not num_left or self._probe_s < costs[index] + first_s:
+                self._next_probed = index
+                return
+            depths[index] += 1
+            num_left -= 1
+            self._probe_s -= costs[index] + first_s
+            first_s = 0.0
+
+
+def best_depths(
+    candidates: Sequence[Candidate],
+    costs: Sequence[float],
+    num_tokens: int,
+    plain_s: float,
+    drafting_s: float,
+    room: int,
+) -> list[int]:
+    """Returns how many drafts of each candidate make the time per token least, at most `room` together. `costs`:
+    seconds that a draft of each adds to `drafting_s`; without drafts the step takes `plain_s` for `num_tokens`
+    tokens."""
+    depths = [0] * len(candidates)
+    tokens, seconds = float(num_tokens), drafting_s
+    gains = [each.chance(0) for each in candidates]  # of the next draft
+    best = [(-gains[index] / costs[index], index) for index, each in enumerate(candidates) if each.num_drafts]
+    heapify(best)
+    while best and room and -best[0][0] * seconds > tokens:
+        _, index = best[0]
+        tokens += gains[index]
+        seconds += costs[index]
+        room -= 1
+        depths[index] += 1
+        gains[index] *= candidates[index].chance(depths[index])
+        if depths[index] < candidates[index].num_drafts:
+            heapreplace(best, (-gains[index] / costs[index], index))
+        else:
+            heappop(best)
+    return depths if tokens * plain_s > num_tokens * seconds else [0] * len(candidates)
