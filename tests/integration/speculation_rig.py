@@ -6,12 +6,25 @@ from collections import Counter
 from collections.abc import Sequence
 
 from common.engine.config import EngineConfig
+from common.engine.scheduler.draft_depth import Candidate, DraftDepth
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
 
 NUM_DRAFTS = 4
 ANSWERS: list[list[int]] = []  # prompts with all that follows; set by tests
 LAST: list[CountingProposer] = []
+
+
+class AllDrafts(DraftDepth):
+    """Has every draft verified, whether it pays or not."""
+
+    def choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int, room: int) -> list[int]:
+        """See DraftDepth."""
+        depths = []
+        for each in candidates:
+            depths.append(min(each.num_drafts, room))
+            room -= depths[-1]
+        return depths
 
 
 class CountingProposer(FakeProposer):

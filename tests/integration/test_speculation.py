@@ -13,6 +13,7 @@ import pytest
 
 from common.engine.contract.step import NoToken, Outcome, accepted
 from common.engine.llm import LLM, Completion
+from common.engine.scheduler import scheduler
 from common.engine.speculation import suffix
 from common.engine.speculation.history import History
 from common.engine.worker import model_runner
@@ -97,7 +98,9 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Verified:
 
 
 @pytest.fixture(autouse=True)
-def _no_answers() -> Iterator[None]:
+def _all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever steps take."""
+    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
     yield
     rig.ANSWERS.clear()
 
