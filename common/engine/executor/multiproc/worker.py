@@ -16,9 +16,7 @@ from common.engine.worker.worker import Worker
 GRACE_S = 5.0  # the driver's time for a step is over before that of a collective: it knows which rank is stopped
 
 
-def create_worker(
-    config: EngineConfig, rank: int, rendezvous: str, group_layers: GroupLayers = all_in_one
-) -> Worker:
+def create_worker(config: EngineConfig, rank: int, rendezvous: str, group_layers: GroupLayers = all_in_one) -> Worker:
     """See RankWorkerFactory."""
     parallel = config.parallel
     num_stages, size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
