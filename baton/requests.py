@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     include_stop_str_in_output: bool
     truncate_prompt_tokens: int
     thinking_token_budget: int
+    speculative: bool
 
 
 class Terms(TypedDict, total=False):

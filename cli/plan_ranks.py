@@ -38,11 +38,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tensor-parallel-size", metavar="N", help=f"Only this many ranks. (default: {', '.join(map(str, _DEGREES))})"
     )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        default="1",
+        metavar="N",
+        help="Stages, each of as many ranks: 4x2 in the table. (default: %(default)s)",
+    )
+    parser.add_argument("--enable-expert-parallel", action="store_true", help="Experts are cut whole over the ranks.")
     args = parser.parse_args(argv)
     memory, block_size, degrees = _memory(args), _integer(args, "block_size", 1024), _degrees(args)
     from planning.ranks import describe_ranks, rank_table  # imports torch
 
-    table = rank_table(args.model or str(demo_model_path()), degrees, args.dtype)
+    table = rank_table(
+        args.model or str(demo_model_path()),
+        degrees,
+        args.dtype,
+        pipeline_parallel_size=_integer(args, "pipeline_parallel_size", _MAX_RANKS),
+        enable_expert_parallel=args.enable_expert_parallel,
+    )
     print(describe_ranks(table, memory, block_size))
     return 0
 

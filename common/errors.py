@@ -33,7 +33,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class CodeSpec(NamedTuple):
@@ -120,6 +120,11 @@ class ConfigError(BatonError):
 
     code = ErrorCode.INVALID_ARGUMENT
     is_for_terminal = True
+
+    @classmethod
+    def of(cls, setting: str, reason: str) -> Self:
+        """Names the setting by its option, as those errors do that come before a process starts anything."""
+        return cls(f"--{setting.replace('_', '-')}: {reason}", param=setting)
 
 
 class ModelLoadError(ConfigError):

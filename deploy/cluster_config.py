@@ -136,6 +136,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_num_batched_tokens",
             "target_itl_ms",
             "max_num_seqs",
+            "speculative",
         }
     )
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from common.engine.model.parallel_plan import Heads, heads_of
-from common.engine.model.rank_loader import rank_bytes
+from common.engine.config import ParallelConfig
+from common.engine.model.parallel_plan import Heads, Place, heads_of
+from common.engine.model.rank_loader import outline_of, weight_bytes
 from common.errors import ConfigError, ModelLoadError
 
 PROCESS_BYTES = 426 << 20  # of a rank on a CPU, beside its weights and KV cache
@@ -17,21 +18,37 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _MIB = 1 << 20
 
 
-class RankSizes(NamedTuple):
-    """Bytes, of one of `num_ranks`."""
+class StageSizes(NamedTuple):
+    """Bytes of a rank of one stage."""
 
-    num_ranks: int
     weights: int
     kv_per_token: int
 
+
+class RankSizes(NamedTuple):
+    """What ranks take, by how many there are."""
+
+    parallel: ParallelConfig
+    stages: list[StageSizes]
+
+    @property
+    def weights(self) -> int:
+        """Bytes, of the rank that has most."""
+        return max(each.weights for each in self.stages)
+
+    @property
+    def kv_per_token(self) -> int:
+        """Bytes, of the rank that has most."""
+        return max(each.kv_per_token for each in self.stages)
+
     @property
     def least(self) -> int:
-        """Without a KV cache."""
+        """Bytes without a KV cache."""
         return self.weights + PROCESS_BYTES
 
     def num_tokens(self, memory: int) -> int:
-        """Tokens whose KV fits into what such a memory has left; below 1 if the rank does not fit."""
-        return (memory - self.least) // self.kv_per_token
+        """Tokens whose KV fits into what such a memory has left on each rank; below 1 if one does not fit."""
+        return min((memory - each.weights - PROCESS_BYTES) // each.kv_per_token for each in self.stages)
 
 
 class RankTable(NamedTuple):
@@ -48,9 +65,16 @@ class RankTable(NamedTuple):
         return next((each for each in self.sizes if each.num_tokens(memory) > 0), None)
 
 
-def rank_table(model: str, degrees: Sequence[int], dtype: str | None) -> RankTable:
-    """Sizes by number of ranks. Reads the model's configuration only. Raises ConfigError if there is none, or the model
-    cannot have one of several degrees, or the only one that is asked for."""
+def rank_table(
+    model: str,
+    degrees: Sequence[int],
+    dtype: str | None,
+    *,
+    pipeline_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
+) -> RankTable:
+    """Sizes by number of ranks in each stage. Reads the model's configuration only. Raises ConfigError if there is
+    none, or the model cannot have any of the degrees."""
     config = _config_of(model)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ()
@@ -61,26 +85,37 @@ def rank_table(model: str, degrees: Sequence[int], dtype: str | None) -> RankTab
     own = getattr(text, "dtype", None)
     name = dtype or str(own or torch.float32).removeprefix("torch.")
     kind = DTYPES[name]
-    whole = _kv_per_token(text, heads_of(config, 1), kind)
+    whole = _kv_per_token(text, heads_of(config, 1), kind, text.num_hidden_layers)
     sizes, refused = [], {}
     for degree in degrees:
         try:
-            sizes.append(_sizes_of(config, text, kind, degree))
-        except ConfigError as error:
-            if len(degrees) == 1:
-                raise
-            refused[degree] = error.message
+            parallel = ParallelConfig(
+                tensor_parallel_size=degree,
+                pipeline_parallel_size=pipeline_parallel_size,
+                enable_expert_parallel=enable_expert_parallel,
+            )
+            sizes.append(_sizes_of(config, text, kind, parallel))
+        except (ConfigError, ValueError) as error:  # the latter from settings that exclude each other
+            refused[degree] = str(error)
+    if not sizes:
+        raise ConfigError("; ".join(dict.fromkeys(refused.values())))
     return RankTable(model, name, whole, sizes, refused)
 
 
-def _sizes_of(config: Any, text: Any, dtype: torch.dtype, degree: int) -> RankSizes:
-    kv_per_token = _kv_per_token(text, heads_of(config, degree), dtype)
-    return RankSizes(degree, rank_bytes(config, dtype, degree), kv_per_token)
+def _sizes_of(config: Any, text: Any, dtype: torch.dtype, parallel: ParallelConfig) -> RankSizes:
+    size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    heads, experts = heads_of(config, size), Place(0, size) if parallel.enable_expert_parallel else None
+    stages = []
+    for stage in range(num_stages):
+        outline = outline_of(config, dtype, Place(0, size), experts, Place(stage, num_stages))
+        kv_per_token = _kv_per_token(text, heads, dtype, len(outline.stage.layers))
+        stages.append(StageSizes(weight_bytes(outline), kv_per_token))
+    return RankSizes(parallel, stages)
 
 
-def _kv_per_token(text: Any, heads: Heads, dtype: torch.dtype) -> int:
+def _kv_per_token(text: Any, heads: Heads, dtype: torch.dtype, num_layers: int) -> int:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads.num_heads
-    return int(2 * text.num_hidden_layers * heads.kv_of_rank * head_dim * dtype.itemsize)
+    return int(2 * num_layers * heads.kv_of_rank * head_dim * dtype.itemsize)
 
 
 def _config_of(model: str) -> Any:
@@ -92,7 +127,14 @@ def _config_of(model: str) -> Any:
 
 
 def describe_ranks(table: RankTable, memory: int, block_size: int) -> str:
-    """A line for each degree, and how many ranks it takes."""
+    """A line for each degree, and how many ranks it takes. Raises ConfigError for a memory that holds no rank's weights
+    and no block, as of a size without its unit."""
+    least = min(max(each.weights, each.kv_per_token * block_size) for each in table.sizes)
+    if memory < least:
+        reason = (
+            f"{memory:,} bytes hold neither weights nor a block of any rank, which takes {least:,}; units are GB, GiB"
+        )
+        raise ConfigError.of("memory", reason)
     return "\n".join(_lines(table, memory, block_size))
 
 
@@ -103,7 +145,7 @@ def _lines(table: RankTable, memory: int, block_size: int) -> Iterator[str]:
     for each in table.sizes:
         fitting = each.num_tokens(memory)
         yield (
-            f"{each.num_ranks:>5}  {each.weights / _MIB:>13,.0f} MiB  {each.least / _MIB:>8,.0f} MiB"
+            f"{_ranks(each.parallel):>5}  {each.weights / _MIB:>13,.0f} MiB  {each.least / _MIB:>8,.0f} MiB"
             f"  {each.kv_per_token:>11,} B  {each.kv_per_token * block_size:>8,} B"
             f"  {f'{fitting:,}' if fitting > 0 else 'too small':>15}"
         )
@@ -114,5 +156,11 @@ def _lines(table: RankTable, memory: int, block_size: int) -> Iterator[str]:
     if fewest is None:
         yield "No number of ranks that was tried fits."
     else:
-        yield f"It takes {fewest.num_ranks} rank{'s' if fewest.num_ranks > 1 else ''}."
+        yield f"It takes {fewest.parallel.num_ranks} rank{'s' if fewest.parallel.num_ranks > 1 else ''}."
     yield f"A handoff moves {table.handoff_per_token:,} B for each token of the prompt, whatever the ranks."
+
+
+def _ranks(parallel: ParallelConfig) -> str:
+    """ "4", or "4x2" of two stages."""
+    stages = parallel.pipeline_parallel_size
+    return f"{parallel.tensor_parallel_size}x{stages}" if stages > 1 else str(parallel.tensor_parallel_size)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
+from common.engine.config import EngineConfig, SpeculationConfig
 from common.pod.config import PodConfig
 
 
@@ -23,3 +25,7 @@ class PrefillConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=
             "the loss and to finish a step."
         ),
     ] = None
+
+    def engine_config(self) -> EngineConfig:
+        """See PodConfig. Requests leave this pod with their first token, so that there is nothing to propose."""
+        return msgspec.structs.replace(super().engine_config(), speculation=SpeculationConfig())

@@ -3,11 +3,14 @@
     python -m benchmarks.parallel [--sections rates reduce broadcast memory handoff] [--models 100M 0.6B]
                                   [--dtypes float32 bfloat16] [--repeats 3] [--markdown FILE]
 
+    ahead      time of decodes on two ranks, 1, 8 and 32 at once, where the next step is scheduled while one runs, as a
+               share of that where it is not
     rates      tokens per second of decodes, 1 and 8 at once after 128 tokens, and of a prompt of 512 tokens. The sides
                take turns, and ratios are of figures of the same turn
     reduce     microseconds of one sum over two ranks, in shared memory and over gloo, alone and beside two processes
                that do nothing but compute
-    broadcast  from before a step of 64 decodes is encoded until a rank that slept has decoded it
+    broadcast  from before a step of 64 decodes is encoded until a rank that slept has decoded it; beside it, what the
+               kernel takes to wake both ranks for one byte; alone and beside two processes that compute
     memory     resident memory of each rank, shared pages by their share, beside its shard, its KV cache and what an
                engine takes
     handoff    between engines of several degrees, which move the same bytes
@@ -37,6 +40,7 @@ import torch
 from benchmarks.engine import describe_machine, make_random_model
 from benchmarks.kv.degrees import measure_degrees
 from benchmarks.parallel.side import rank_memory
+from common.demo_model import demo_model_path
 from common.engine.contract.step import SchedulerOutput
 from common.engine.executor.multiproc.channel import Channel
 from common.engine.executor.multiproc.protocol import Close, Step, encode
@@ -44,6 +48,7 @@ from common.engine.executor.multiproc.ring import RingWriter
 from common.types import RequestId
 
 KINDS = ("one", "shared", "gloo")
+AHEAD_TOKENS = 80  # of 32 requests that fit the KV cache
 DECODE_PROMPT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 128, 24, 512
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "32 MiB": 32 << 20}
 NUM_STEPS = 1000
@@ -124,6 +129,29 @@ def _in_turn(sides: dict[str, _Side], num_prompts: int, repeats: int) -> dict[st
     return found
 
 
+def ahead(args: argparse.Namespace, scratch: Path) -> _Rows:
+    """Rows of shares."""
+    yield "| model | decodes | median gap | all gaps |"
+    yield "|---|---|---|---|"
+    directories = {"demo": demo_model_path(), "100M": make_random_model(scratch, "100M")}
+    for model, directory in directories.items():
+        with contextlib.ExitStack() as stack:
+            sides = [_Side(directory, "float32", kind) for kind in ("shared", "in turn")]
+            for side in sides:
+                stack.callback(side.close)
+            for num_prompts in (1, 8, 32):
+                medians, sums = [], []
+                for repeat in range(2 * args.repeats):
+                    prompts = [[5 + repeat, 6 + number, *[7] * 30] for number in range(num_prompts)]
+                    gaps = {}
+                    for side in sides[:: 1 if repeat % 2 else -1]:
+                        gaps[side] = side.generate(prompts, AHEAD_TOKENS)["gaps_ms"]
+                    own, others = (gaps[side] for side in sides)
+                    medians.append(statistics.median(own) / statistics.median(others))
+                    sums.append(sum(own) / sum(others))
+                yield f"| {model} | {num_prompts} | {statistics.median(medians):.2f} | {statistics.median(sums):.2f} |"
+
+
 def _ratio(own: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(mine / its for mine, its in zip(own, others, strict=True))
 
@@ -167,10 +195,11 @@ def _load() -> Iterator[None]:
 
 def broadcast(_: argparse.Namespace, __: Path) -> _Rows:
     """Rows of microseconds."""
-    yield "| step | bytes | p50, us | p99, us |"
-    yield "|---|---|---|---|"
+    yield "| message, to the later of two ranks | bytes | p50, us | p99, us | beside load: p50, us | p99, us |"
+    yield "|---|---|---|---|---|---|"
     ids = [RequestId(f"request-{number:032x}") for number in range(64)]
     step = Step(SchedulerOutput([], {ids[0]: [[7]]}, dict.fromkeys(ids, 1), 64))
+    size = len(encode(step))
     pairs = [socket.socketpair() for _ in range(2)]
     channels = [Channel(own) for own, _ in pairs]
     ring = RingWriter(channels, _TIMEOUT_S)
@@ -180,20 +209,38 @@ def broadcast(_: argparse.Namespace, __: Path) -> _Rows:
         command = _peer("read", *map(str, descriptors))
         readers.append(subprocess.Popen(command, stdin=others.fileno(), pass_fds=descriptors))
         others.close()
-    seconds = []
-    for _ in range(NUM_STEPS + 1):
-        began = time.monotonic()
-        ring.write(encode(step))
-        read = [struct.unpack("=d", channel.receive())[0] for channel in channels]
-        seconds.append(max(read) - began)
-        time.sleep(_STEP_PAUSE_S)
-    ring.write(encode(Close()))
+
+    def measure(send: Callable[[], None]) -> list[float]:
+        """p50 and p99."""
+        seconds = []
+        for _ in range(NUM_STEPS + 1):
+            began = time.monotonic()
+            send()
+            read = [struct.unpack("=d", channel.receive())[0] for channel in channels]
+            seconds.append(max(read) - began)
+            time.sleep(_STEP_PAUSE_S)
+        seconds = sorted(seconds[1:])  # the first waits for the readers to start
+        return [seconds[int(share * NUM_STEPS)] * 1e6 for share in (0.5, 0.99)]
+
+    def send_byte() -> None:
+        for channel in channels:
+            channel.send(b"0")
+
+    for name, num_bytes, send in (
+        ("a step of 64 decodes", size, lambda: ring.write(encode(step))),
+        ("one byte over a socket", 1, send_byte),
+    ):
+        if send is send_byte:
+            ring.write(encode(Close()))
+        idle = measure(send)
+        with _load():
+            loaded = measure(send)
+        yield f"| {name} | {num_bytes} | " + " | ".join(f"{us:.0f}" for us in (*idle, *loaded)) + " |"
+    for channel in channels:
+        channel.close()
     for reader in readers:
         reader.wait(_TIMEOUT_S)
     ring.close()
-    seconds = sorted(seconds[1:])  # the first waits for the readers to start
-    p50, p99 = (seconds[int(share * NUM_STEPS)] * 1e6 for share in (0.5, 0.99))
-    yield f"| 64 decodes, to the later of two ranks | {len(encode(step))} | {p50:.0f} | {p99:.0f} |"
 
 
 def _peer(*arguments: str) -> list[str]:
@@ -231,6 +278,7 @@ def handoff(args: argparse.Namespace, _: Path) -> _Rows:
 
 SECTIONS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], _Rows]]] = {
     "rates": ("Tokens per second", rates),
+    "ahead": ("Running ahead", ahead),
     "reduce": ("One sum over two ranks", reduce),
     "broadcast": ("From the driver to a rank", broadcast),
     "memory": ("Memory of a rank", memory),

@@ -1,11 +1,13 @@
 """A process that meets others: a rank that sums, or a reader of a ring.
 
 peer.py reduce RANK SIZE STORE   sizes on standard input, in bytes; answers with microseconds for both ways
-peer.py read MEMORY FILLED FREE  answers each step over the socket that is standard input with the time it was read
+peer.py read MEMORY FILLED FREE  answers each step, and then each message over the socket that is standard input, with
+                                 the time it was read
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import statistics
 import struct
@@ -53,11 +55,14 @@ def _median_us(ranks: Ranks, numbers: torch.Tensor) -> float:
 
 
 def read(memory: int, filled: int, free: int) -> None:
-    """Reads steps until the end."""
+    """Reads steps until the end, then bytes until the socket is closed."""
     channel = Channel(socket.socket(fileno=0))
     ring, decode = RingReader(RingDescriptors(memory, filled, free), channel), Decoder[ToRanks](ToRanks)
     while not isinstance(decode(ring.read()), Close):
         channel.send(struct.pack("=d", time.monotonic()))
+    with contextlib.suppress(EOFError):
+        while channel.receive():
+            channel.send(struct.pack("=d", time.monotonic()))
 
 
 if __name__ == "__main__":

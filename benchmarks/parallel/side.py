@@ -44,11 +44,13 @@ def config_of(directory: str, dtype: str, num_ranks: int) -> EngineConfig:
 
 
 def open_client(directory: str, dtype: str, kind: str) -> InprocClient:
-    """`kind`: one, shared or gloo."""
+    """`kind`: one, shared, gloo, or "in turn": shared, with no step scheduled before the one before it has ended."""
     config = config_of(directory, dtype, 1 if kind == "one" else 2)
     if kind == "one":
         return InprocClient(config)
-    return InprocClient(config, MultiprocExecutor(config, WORKER if kind == "shared" else OVER_GLOO))
+    executor = MultiprocExecutor(config, OVER_GLOO if kind == "gloo" else WORKER)
+    executor.runs_ahead = executor.runs_ahead and kind != "in turn"
+    return InprocClient(config, executor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.engine.speculative import SpeculativeMethod, parse_speculative
+from common.errors import ConfigError
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -234,6 +237,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.num_ranks // self.nnodes
 
     @property
+    def answering_rank(self) -> int:
+        """The rank that answers for all: the first of the last stage, which samples."""
+        return self.num_ranks - self.tensor_parallel_size
+
+    @property
     def sizes(self) -> dict[str, int]:
         """How the model is cut, by setting; those above 1."""
         names = [name for name in self.__struct_fields__ if name.endswith("_parallel_size")]
@@ -258,13 +266,26 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding."""
 
-    proposer: Annotated[
+    speculative: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="What proposes next tokens of running requests, which are then verified in one step: "
-            "module:factory of a Proposer. The tokens are the same. none: nothing."
+            description="What proposes next tokens of running requests, which are then verified in one step: ngram, "
+            "suffix, or module:factory of a Proposer, with options as in ngram:depth=5,min=2,max=4 or "
+            "suffix:depth=8,memory=64MiB. The tokens are the same. none: nothing. Prefill pods have no use for it. See "
+            "docs/speculation.md."
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.method
+        except ConfigError as error:
+            raise ValueError(error.message) from error
+
+    @property
+    def method(self) -> SpeculativeMethod | None:
+        """What proposes, and its options."""
+        return None if self.speculative is None else parse_speculative(self.speculative)
 
 
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -375,8 +396,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return 0 if self.data_parallel is None else self.data_parallel.rank
 
     @property
+    def step_share_s(self) -> float:
+        """Seconds of a step that what runs beside the model may take: a tenth of the target for the time between
+        tokens."""
+        return (self.scheduler.target_itl_ms or DEFAULT_TARGET_ITL_MS) / 10_000
+
+    @property
     def grammar_step_s(self) -> float:
         """Seconds of a step that grammars may take; see GrammarConfig.grammar_step_ms."""
-        if self.grammar.grammar_step_ms is not None:
-            return self.grammar.grammar_step_ms / 1000
-        return (self.scheduler.target_itl_ms or DEFAULT_TARGET_ITL_MS) / 10_000
+        own = self.grammar.grammar_step_ms
+        return self.step_share_s if own is None else own / 1000

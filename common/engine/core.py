@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.engine.config import CacheConfig, EngineConfig
+from common.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, RunningStep, SchedulerOutput
 from common.engine.executor.base import Executor
@@ -55,9 +55,13 @@ from common.engine.transfers.actor import TransferActor
 from common.engine.transfers.messages import Announce, End
 from common.engine.transfers.port import TransferPort
 from common.errors import BatonError, ConfigError
+from common.step_budget import prefill_work, tokens_within
+from common.step_times import StepTimes
 from common.types import FinishReason, RequestId
 
 logger = logging.getLogger(__name__)
+
+_SHARE_OF_STEP_TIMEOUT = 1 / 4  # that the longest step is expected to take: context and load make steps longer
 
 
 class _Flight(NamedTuple):
@@ -112,7 +116,7 @@ class EngineCore:
             self._lockstep = _open_lockstep(config, on_wakeup, on_failure)
             facts = executor.load_model()
             # Installed processors and proposers may look at the tokens so far.
-            looks_back = bool(config.model.logits_processors) or config.speculation.proposer is not None
+            looks_back = bool(config.model.logits_processors) or config.speculation.speculative is not None
             # Engines that step together decide on one step at a time.
             self._may_run_ahead = executor.runs_ahead and not looks_back and self._lockstep is None
             self.spec = _resolve_spec(config, facts)
@@ -123,15 +127,16 @@ class EngineCore:
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             )
             self._open_connector(kv)
+            measured_steps = executor.measure_steps()
             self._scheduler = Scheduler(
-                config.scheduler,
+                _fit_step_timeout(config, measured_steps),
                 kv,
                 max_model_len=self.spec.max_model_len,
                 vocab_size=self.spec.vocab_size,
                 eos_token_ids=facts.eos_token_ids,
                 transfers=self._port,
                 grammars=self._open_grammars(config, facts, on_wakeup, on_failure),
-                measured_steps=executor.measure_steps(),
+                measured_steps=measured_steps,
                 max_concurrent_batches=executor.max_concurrent_batches,
             )
             self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
@@ -387,6 +392,28 @@ def _open_lockstep(
     return Lockstep(member.rank, sockets, config.parallel.step_timeout_s, on_awaited, on_failure)
 
 
+def _fit_step_timeout(config: EngineConfig, measured_steps: Sequence[tuple[int, float]]) -> SchedulerConfig:
+    """Returns the scheduler's settings, with a smaller token budget where ranks are so slow that a full step would be
+    taken for one that hangs."""
+    scheduler, parallel = config.scheduler, config.parallel
+    if parallel.executor_name == "inproc" or not measured_steps:
+        return scheduler
+    work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
+    line = StepTimes.measured(scheduler.max_num_batched_tokens, work).line
+    longest_s = parallel.step_timeout_s * _SHARE_OF_STEP_TIMEOUT
+    most = max(scheduler.max_num_seqs, tokens_within((longest_s - line.base_s) / line.token_s, 0))
+    if most >= scheduler.max_num_batched_tokens:
+        return scheduler
+    logger.warning(
+        "steps take at most %d tokens instead of %d (max_num_batched_tokens), so that they stay well below %g s "
+        "(step_timeout_s)",
+        most,
+        scheduler.max_num_batched_tokens,
+        parallel.step_timeout_s,
+    )
+    return msgspec.structs.replace(scheduler, max_num_batched_tokens=most)
+
+
 def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
     """Resolves everything that was "auto". Raises ConfigError that names settings that do not fit."""
     num_blocks = _resolve_num_blocks(config.cache, facts)
@@ -417,10 +444,10 @@ def _resolve_num_blocks(cache: CacheConfig, facts: ModelFacts) -> int:
     memory = facts.available_kv_bytes if cache.kv_cache_memory is None else cache.kv_cache_memory
     num_blocks = memory // facts.bytes_per_block
     if num_blocks < 2:
-        raise ConfigError(
-            f"kv_cache_memory: {memory} bytes hold {num_blocks} KV blocks of {facts.bytes_per_block} bytes, "
-            f"but at least 2 are needed; raise kv_cache_memory (or memory_fraction) or lower block_size",
-            param="kv_cache_memory",
+        raise ConfigError.of(
+            "kv_cache_memory",
+            f"{memory} bytes hold {num_blocks} KV blocks of {facts.bytes_per_block} bytes, but at least 2 are needed; "
+            "raise --kv-cache-memory (or --memory-fraction) or lower --block-size",
         )
     return num_blocks
 
@@ -440,14 +467,12 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: 
             )
         return min(facts.max_model_len, fitting)
     if wanted > facts.max_model_len:
-        raise ConfigError(
-            f"max_model_len: {wanted} exceeds the model's own limit of {facts.max_model_len}", param="max_model_len"
-        )
+        raise ConfigError.of("max_model_len", f"{wanted} exceeds the model's own limit of {facts.max_model_len}")
     if wanted > fitting:
         blocks = -(-wanted // config.cache.block_size) * num_groups + 1
-        raise ConfigError(
-            f"max_model_len: {wanted} tokens do not fit a KV cache of {fitting} tokens; lower max_model_len, or raise "
-            f"kv_cache_memory to at least {blocks * facts.bytes_per_block} bytes (num_blocks {blocks})",
-            param="max_model_len",
+        raise ConfigError.of(
+            "max_model_len",
+            f"{wanted} tokens do not fit a KV cache of {fitting} tokens; lower --max-model-len, or raise "
+            f"--kv-cache-memory to at least {blocks * facts.bytes_per_block} bytes (--num-blocks {blocks})",
         )
     return wanted

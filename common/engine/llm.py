@@ -70,9 +70,9 @@ class Completion:
 class LLM:
     """A model, ready to generate. A context manager; not thread-safe.
 
-    `options` are the fields of ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig and GrammarConfig: dtype,
-    max_model_len, kv_cache_memory, num_blocks, block_size, max_num_seqs, max_num_batched_tokens and so on. Raises
-    ConfigError naming the option, or ModelLoadError, if the engine cannot be started with them.
+    `options` are the fields of ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, SpeculationConfig and
+    GrammarConfig: dtype, max_model_len, kv_cache_memory, num_blocks, block_size, max_num_seqs, speculative and so on.
+    Raises ConfigError naming the option, or ModelLoadError, if the engine cannot be started with them.
     """
 
     def __init__(
@@ -481,6 +481,9 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
     except msgspec.ValidationError as error:  # "... - at `$.cache.block_size`"
         reason, _, path = str(error).partition(" - at `$.")
         option = path.rstrip("`").rpartition(".")[2]
+        if reason.startswith("--"):  # of a __post_init__, which knows settings by their options
+            name, _, reason = reason.removeprefix("--").partition(": ")
+            option = name.replace("-", "_")
         raise ConfigError(f"{option}: {reason}", param=option) from error
 
 

@@ -24,8 +24,8 @@ class Registry(Generic[_Part]):
         place = self._known.get(name, name)
         if ":" not in place:
             known = f"none of {', '.join(self._known)}, and " if self._known else ""
-            raise ConfigError(f"{self._setting}: {name!r} is {known}not a module:name", param=self._setting)
+            raise ConfigError.of(self._setting, f"{name!r} is {known}not a module:name")
         try:
             return cast("_Part", pkgutil.resolve_name(place))
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{self._setting}: cannot import {place!r}: {error}", param=self._setting) from error
+            raise ConfigError.of(self._setting, f"cannot import {place!r}: {error}") from error

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\xb7\x08\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x0b\x88\x01\x01\x12;\n\nlogit_bias\x18\x14 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x15 \x03(\r\x12.\n\x12\x62\x61\x64_word_token_ids\x18\x16 \x03(\x0b\x32\x12.baton.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\rH\x0c\x88\x01\x01\x12;\n\nvllm_xargs\x18\x18 \x03(\x0b\x32\'.baton.v1.SamplingParams.VllmXargsEntry\x12\"\n\x15thinking_token_budget\x18\x19 \x01(\x05H\r\x88\x01\x01\x12 \n\x18thinking_start_token_ids\x18\x1a \x03(\r\x12\x1e\n\x16thinking_end_token_ids\x18\x1b \x03(\r\x12\x35\n\x12structured_outputs\x18\x1e \x01(\x0b\x32\x14.baton.v1.ConstraintH\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eVllmXargsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x12\n\x10_prompt_logprobsB\x18\n\x16_thinking_token_budgetB\x15\n\x13_structured_outputs\"~\n\nConstraint\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.baton.v1.ConstraintKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1e\n\x16\x64isable_any_whitespace\x18\x03 \x01(\x08\x12\x1a\n\x12whitespace_pattern\x18\x04 \x01(\t\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"V\n\x10PositionLogprobs\x12\x0f\n\x07sampled\x18\x01 \x01(\x02\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"J\n\x05\x45rror\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.baton.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"\xde\x02\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x15\n\rtarget_itl_ms\x18\x08 \x01(\x01\x12\x0e\n\x06tenant\x18\t \x01(\t\x12&\n\nextra_keys\x18\n \x03(\x0b\x32\x12.baton.v1.ExtraKey\x12&\n\tpositions\x18\x0b \x03(\x0b\x32\x13.baton.v1.Positions\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_data_parallel_rankJ\x04\x08\x05\x10\x06\"\x1b\n\tPositions\x12\x0e\n\x06values\x18\x01 \x03(\r\"6\n\x08\x45xtraKey\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c*\xeb\x01\n\x0e\x43onstraintKind\x12\x1f\n\x1b\x43ONSTRAINT_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_SCHEMA\x10\x01\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_OBJECT\x10\x02\x12\x19\n\x15\x43ONSTRAINT_KIND_REGEX\x10\x03\x12\x1a\n\x16\x43ONSTRAINT_KIND_CHOICE\x10\x04\x12\x1b\n\x17\x43ONSTRAINT_KIND_GRAMMAR\x10\x05\x12\"\n\x1e\x43ONSTRAINT_KIND_STRUCTURAL_TAG\x10\x06*\xd1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_COMPLETE\x10\x06\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x07\"\x04\x08\x05\x10\x05*q\n\x0fKVFailurePolicy\x12!\n\x1dKV_FAILURE_POLICY_UNSPECIFIED\x10\x00\x12\x1f\n\x1bKV_FAILURE_POLICY_RECOMPUTE\x10\x01\x12\x1a\n\x16KV_FAILURE_POLICY_FAIL\x10\x02*\xb1\x03\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12\x18\n\x14\x45RROR_CODE_NOT_FOUND\x10\x02\x12\x18\n\x14\x45RROR_CODE_TOO_LARGE\x10\x03\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\x05\x12!\n\x1d\x45RROR_CODE_RESOURCE_EXHAUSTED\x10\x06\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x07\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x08\x12\x18\n\x14\x45RROR_CODE_CANCELLED\x10\t\x12\x1b\n\x17\x45RROR_CODE_INCOMPATIBLE\x10\n\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0b\x12 \n\x1c\x45RROR_CODE_PERMISSION_DENIED\x10\x0c\x12\x19\n\x15\x45RROR_CODE_NON_FINITE\x10\r\x12\x1f\n\x1b\x45RROR_CODE_GRAMMAR_TOO_SLOW\x10\x0e\"\x04\x08\x04\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\xe1\x08\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\x0b\x88\x01\x01\x12;\n\nlogit_bias\x18\x14 \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x15 \x03(\r\x12.\n\x12\x62\x61\x64_word_token_ids\x18\x16 \x03(\x0b\x32\x12.baton.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x17 \x01(\rH\x0c\x88\x01\x01\x12;\n\nvllm_xargs\x18\x18 \x03(\x0b\x32\'.baton.v1.SamplingParams.VllmXargsEntry\x12\"\n\x15thinking_token_budget\x18\x19 \x01(\x05H\r\x88\x01\x01\x12 \n\x18thinking_start_token_ids\x18\x1a \x03(\r\x12\x1e\n\x16thinking_end_token_ids\x18\x1b \x03(\r\x12\x35\n\x12structured_outputs\x18\x1e \x01(\x0b\x32\x14.baton.v1.ConstraintH\x0e\x88\x01\x01\x12\x18\n\x0bspeculative\x18\x1f \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eVllmXargsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x12\n\x10_prompt_logprobsB\x18\n\x16_thinking_token_budgetB\x15\n\x13_structured_outputsB\x0e\n\x0c_speculative\"~\n\nConstraint\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.baton.v1.ConstraintKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1e\n\x16\x64isable_any_whitespace\x18\x03 \x01(\x08\x12\x1a\n\x12whitespace_pattern\x18\x04 \x01(\t\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"V\n\x10PositionLogprobs\x12\x0f\n\x07sampled\x18\x01 \x01(\x02\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"J\n\x05\x45rror\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.baton.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"\xde\x02\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x15\n\rtarget_itl_ms\x18\x08 \x01(\x01\x12\x0e\n\x06tenant\x18\t \x01(\t\x12&\n\nextra_keys\x18\n \x03(\x0b\x32\x12.baton.v1.ExtraKey\x12&\n\tpositions\x18\x0b \x03(\x0b\x32\x13.baton.v1.Positions\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_data_parallel_rankJ\x04\x08\x05\x10\x06\"\x1b\n\tPositions\x12\x0e\n\x06values\x18\x01 \x03(\r\"6\n\x08\x45xtraKey\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c*\xeb\x01\n\x0e\x43onstraintKind\x12\x1f\n\x1b\x43ONSTRAINT_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_SCHEMA\x10\x01\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_OBJECT\x10\x02\x12\x19\n\x15\x43ONSTRAINT_KIND_REGEX\x10\x03\x12\x1a\n\x16\x43ONSTRAINT_KIND_CHOICE\x10\x04\x12\x1b\n\x17\x43ONSTRAINT_KIND_GRAMMAR\x10\x05\x12\"\n\x1e\x43ONSTRAINT_KIND_STRUCTURAL_TAG\x10\x06*\xd1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_COMPLETE\x10\x06\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x07\"\x04\x08\x05\x10\x05*q\n\x0fKVFailurePolicy\x12!\n\x1dKV_FAILURE_POLICY_UNSPECIFIED\x10\x00\x12\x1f\n\x1bKV_FAILURE_POLICY_RECOMPUTE\x10\x01\x12\x1a\n\x16KV_FAILURE_POLICY_FAIL\x10\x02*\xb1\x03\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12\x18\n\x14\x45RROR_CODE_NOT_FOUND\x10\x02\x12\x18\n\x14\x45RROR_CODE_TOO_LARGE\x10\x03\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\x05\x12!\n\x1d\x45RROR_CODE_RESOURCE_EXHAUSTED\x10\x06\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x07\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x08\x12\x18\n\x14\x45RROR_CODE_CANCELLED\x10\t\x12\x1b\n\x17\x45RROR_CODE_INCOMPATIBLE\x10\n\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0b\x12 \n\x1c\x45RROR_CODE_PERMISSION_DENIED\x10\x0c\x12\x19\n\x15\x45RROR_CODE_NON_FINITE\x10\r\x12\x1f\n\x1b\x45RROR_CODE_GRAMMAR_TOO_SLOW\x10\x0e\"\x04\x08\x04\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,34 +35,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMS_VLLMXARGSENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_VLLMXARGSENTRY']._serialized_options = b'8\001'
-  _globals['_CONSTRAINTKIND']._serialized_start=1930
-  _globals['_CONSTRAINTKIND']._serialized_end=2165
-  _globals['_FINISHREASON']._serialized_start=2168
-  _globals['_FINISHREASON']._serialized_end=2377
-  _globals['_KVFAILUREPOLICY']._serialized_start=2379
-  _globals['_KVFAILUREPOLICY']._serialized_end=2492
-  _globals['_ERRORCODE']._serialized_start=2495
-  _globals['_ERRORCODE']._serialized_end=2928
+  _globals['_CONSTRAINTKIND']._serialized_start=1972
+  _globals['_CONSTRAINTKIND']._serialized_end=2207
+  _globals['_FINISHREASON']._serialized_start=2210
+  _globals['_FINISHREASON']._serialized_end=2419
+  _globals['_KVFAILUREPOLICY']._serialized_start=2421
+  _globals['_KVFAILUREPOLICY']._serialized_end=2534
+  _globals['_ERRORCODE']._serialized_start=2537
+  _globals['_ERRORCODE']._serialized_end=2970
   _globals['_SAMPLINGPARAMS']._serialized_start=36
-  _globals['_SAMPLINGPARAMS']._serialized_end=1115
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=765
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=813
-  _globals['_SAMPLINGPARAMS_VLLMXARGSENTRY']._serialized_start=815
-  _globals['_SAMPLINGPARAMS_VLLMXARGSENTRY']._serialized_end=863
-  _globals['_CONSTRAINT']._serialized_start=1117
-  _globals['_CONSTRAINT']._serialized_end=1243
-  _globals['_TOKENIDS']._serialized_start=1245
-  _globals['_TOKENIDS']._serialized_end=1274
-  _globals['_TOKENLOGPROB']._serialized_start=1276
-  _globals['_TOKENLOGPROB']._serialized_end=1325
-  _globals['_POSITIONLOGPROBS']._serialized_start=1327
-  _globals['_POSITIONLOGPROBS']._serialized_end=1413
-  _globals['_ERROR']._serialized_start=1415
-  _globals['_ERROR']._serialized_end=1489
-  _globals['_ENGINEREQUEST']._serialized_start=1492
-  _globals['_ENGINEREQUEST']._serialized_end=1842
-  _globals['_POSITIONS']._serialized_start=1844
-  _globals['_POSITIONS']._serialized_end=1871
-  _globals['_EXTRAKEY']._serialized_start=1873
-  _globals['_EXTRAKEY']._serialized_end=1927
+  _globals['_SAMPLINGPARAMS']._serialized_end=1157
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=791
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=839
+  _globals['_SAMPLINGPARAMS_VLLMXARGSENTRY']._serialized_start=841
+  _globals['_SAMPLINGPARAMS_VLLMXARGSENTRY']._serialized_end=889
+  _globals['_CONSTRAINT']._serialized_start=1159
+  _globals['_CONSTRAINT']._serialized_end=1285
+  _globals['_TOKENIDS']._serialized_start=1287
+  _globals['_TOKENIDS']._serialized_end=1316
+  _globals['_TOKENLOGPROB']._serialized_start=1318
+  _globals['_TOKENLOGPROB']._serialized_end=1367
+  _globals['_POSITIONLOGPROBS']._serialized_start=1369
+  _globals['_POSITIONLOGPROBS']._serialized_end=1455
+  _globals['_ERROR']._serialized_start=1457
+  _globals['_ERROR']._serialized_end=1531
+  _globals['_ENGINEREQUEST']._serialized_start=1534
+  _globals['_ENGINEREQUEST']._serialized_end=1884
+  _globals['_POSITIONS']._serialized_start=1886
+  _globals['_POSITIONS']._serialized_end=1913
+  _globals['_EXTRAKEY']._serialized_start=1915
+  _globals['_EXTRAKEY']._serialized_end=1969
 # @@protoc_insertion_point(module_scope)

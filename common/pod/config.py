@@ -62,6 +62,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "max_num_batched_tokens",
             "target_itl_ms",
             "max_num_seqs",
+            "speculative",
             "registry",
             "advertise",
         }

@@ -65,11 +65,11 @@ class Tokenizer:
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError(f"model: {directory} has no tokenizer.json")
+            raise ConfigError.of("model", f"{directory} has no tokenizer.json")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:
-            raise ConfigError(f"model: {file} cannot be read: {error}") from error
+            raise ConfigError.of("model", f"{file} cannot be read: {error}") from error
         settings = _read_settings(directory)
         source = _chat_template_source(directory, settings)
         template = ChatTemplate(source, _special_tokens(settings)) if source else None
@@ -235,9 +235,9 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ConfigError(f"model: {file} is not valid JSON: {error}") from error
+        raise ConfigError.of("model", f"{file} is not valid JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"model: {file} does not hold a JSON object")
+        raise ConfigError.of("model", f"{file} does not hold a JSON object")
     return settings
 
 

@@ -191,6 +191,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Parameter("Tokens that close reasoning; empty: it has no bound.", None, 27, None, "uint32", max_entries=16),
     ] = ()
 
+    speculative: Annotated[
+        bool,
+        Parameter(
+            "False: nothing is proposed for the answer, where pods have the setting `speculative`; its tokens are the "
+            "same, see docs/speculation.md.",
+            None, 31, 31, "bool",
+        ),
+    ] = True  # fmt: skip
+
     structured_outputs: Annotated[
         Constraint | None,
         Parameter("Text that the answer must be: a JSON schema, a grammar and so on.", None, 30, 30, "Constraint"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -209,6 +211,34 @@ def test_the_lines_of_the_readme(engine: Engine, docker_config: Path, record: Re
     finally:
         run([*V2, "down", "--volumes"], env=env, cwd=DIRECTORY)
     assert engine.client("container", "ls", "--all", "--quiet") == ""
+
+
+def test_a_decode_pod_of_two_containers(
+    engine: Engine, docker_config: Path, record: Record, known: list[Prompt], tmp_path: Path
+) -> None:
+    profile = "shared-storage"
+    certificates = DIRECTORY / "certs"
+    run([str(Path(sys.executable).with_name("baton")), "certs", "--dir", str(certificates)])
+    for key in certificates.glob("*.key"):
+        key.chmod(0o644)
+    env = {"DOCKER_CONFIG": str(docker_config), **write_config(tmp_path)}
+    compose = (*V2, "-f", "compose.yaml", "-f", "compose.nodes.yaml")
+    try:
+        with project(engine, record, compose, profile, env) as running:
+            check_requests(known)
+            record.step(profile, "requests to a decode pod of two containers", "all exact")
+            for service in ("decode-node", "decode"):
+                (container,) = running.containers(service)
+                before = running.pid(container)
+                os.kill(before, signal.SIGKILL)
+                wait(lambda each=container, old=before: running.pid(each) not in (0, old), "it is restarted")
+                running.wait_pods("decode", 1)
+                running.wait_healthy("decode")
+                check_requests(known)
+                record.step(profile, f"requests after its container {service} was killed", "all exact")
+            check_handoffs(running, record)
+    finally:
+        shutil.rmtree(certificates)
 
 
 @pytest.mark.parametrize("compose", [V1, V2])

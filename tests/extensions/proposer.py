@@ -1,6 +1,6 @@
 """A proposer as someone outside the project would add it: what followed the last two tokens before.
 
---proposer tests.extensions.proposer:create
+--speculative tests.extensions.proposer:create
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from common.engine.config import EngineConfig
 from common.engine.speculation.base import Context, Proposer
-from common.types import RequestId
 
 NUM_DRAFTS = 4
 LOOKED_AT = 2  # tokens
@@ -24,8 +23,12 @@ class PromptLookup:
         """See Proposer."""
         return [self._drafts(request.token_ids.tolist()) for request in requests]
 
-    def forget(self, request_ids: Sequence[RequestId]) -> None:
+    def forget(self, requests: Sequence[Context]) -> None:
         """See Proposer."""
+
+    def check(self) -> list[str]:
+        """See Proposer."""
+        return []
 
     def _drafts(self, token_ids: list[int]) -> list[int]:
         pattern = token_ids[-LOOKED_AT:]

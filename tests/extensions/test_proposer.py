@@ -17,7 +17,9 @@ MAX_LINES = 80
 
 def test_the_output_is_the_references() -> None:
     prompt = prompt_of(9) * 3
-    with LLM(tiny_model_dir("llama"), block_size=4, num_blocks=64, proposer="tests.extensions.proposer:create") as llm:
+    with LLM(
+        tiny_model_dir("llama"), block_size=4, num_blocks=64, speculative="tests.extensions.proposer:create"
+    ) as llm:
         (completion,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
         assert llm.check_integrity().violations == []
     assert completion.token_ids == reference_generate(tiny_model_dir("llama"), prompt, 24)
@@ -25,8 +27,8 @@ def test_the_output_is_the_references() -> None:
 
 
 def test_one_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match="proposer"):
-        LLM(tiny_model_dir("llama"), proposer="tests.extensions.proposer:creat")
+    with pytest.raises(ConfigError, match="speculative"):
+        LLM(tiny_model_dir("llama"), speculative="tests.extensions.proposer:creat")
 
 
 def test_it_is_short() -> None:

@@ -50,7 +50,7 @@ def test_the_output_is_that_of_the_rounded_weights(model: str, rounded: Path, de
 
 
 def test_it_promises_nothing_of_batches() -> None:
-    with pytest.raises(ConfigError, match=r"batch_invariant: .*Int4Linear"):
+    with pytest.raises(ConfigError, match=r"--batch-invariant: .*Int4Linear"):
         LLM(tiny_model_dir("llama"), quantization=PLACE, device="cpu", batch_invariant=True)
 
 

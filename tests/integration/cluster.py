@@ -16,7 +16,7 @@ import tokenizers
 
 from common.engine.client import DataParallelClient
 from common.engine.client.threaded import AsyncInprocClient
-from common.engine.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculationConfig
 from common.engine.executor.inproc import InprocExecutor
 from common.pb import inference_pb2, inference_pb2_grpc, pods_pb2, pods_pb2_grpc
 from common.pod.config import PodConfig
@@ -112,6 +112,7 @@ async def running_cluster(
     connector_options: dict[str, str] | None = None,
     chat_template: str = "",
     added_tokens: Sequence[str] = (),
+    speculative: str | None = None,
     **scheduler: float | None,
 ) -> AsyncIterator[Cluster]:
     """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked.
@@ -125,6 +126,7 @@ async def running_cluster(
     settings = {
         "model": ModelConfig(model=str(directory), num_threads=1),
         "scheduler": SchedulerConfig(**{"max_num_batched_tokens": CHUNK, **scheduler}),  # type: ignore[arg-type]
+        "speculation": SpeculationConfig(speculative=speculative),
         "connector": connector,
         "connector_path": str(path / "kv") if connector == "shared-storage" else "",
         "connector_options": connector_options or {},

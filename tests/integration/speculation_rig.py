@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from common.engine.config import EngineConfig
@@ -52,3 +53,53 @@ def wrong(_: EngineConfig) -> Proposer:
 def half(_: EngineConfig) -> Proposer:
     """The first half of them is."""
     return _create("half")
+
+
+NUM_CALLS: Counter[str] = Counter()  # of those that fail, by name
+
+
+class _Failing:
+    """Goes wrong in one way."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        NUM_CALLS[name] = 0
+
+    def propose(self, requests: Sequence[Context]) -> list[list[int]]:
+        """See Proposer."""
+        if self._name == "forgetting_badly":
+            return [[5] for _ in requests]
+        NUM_CALLS[self._name] += 1
+        if self._name == "raising":
+            raise RuntimeError("broken")
+        return [[5, -1, 10**9], *([10**6] * 1000 for _ in requests)]
+
+    def forget(self, requests: Sequence[Context]) -> None:
+        """See Proposer."""
+        if self._name == "forgetting_badly":
+            NUM_CALLS[self._name] += 1
+            raise RuntimeError("broken")
+
+    def check(self) -> list[str]:
+        """See Proposer."""
+        return []
+
+
+def raising(_: EngineConfig) -> Proposer:
+    """Raises whenever it is asked."""
+    return _Failing("raising")
+
+
+def answering_garbage(_: EngineConfig) -> Proposer:
+    """Answers for one request too many, with tokens that there are not."""
+    return _Failing("answering_garbage")
+
+
+def forgetting_badly(_: EngineConfig) -> Proposer:
+    """Raises when requests have ended."""
+    return _Failing("forgetting_badly")
+
+
+def unwilling(_: EngineConfig) -> Proposer:
+    """Is not even made."""
+    raise RuntimeError("no such device")

@@ -10,7 +10,7 @@ import pytest
 
 from common.engine.llm import LLM
 from common.engine.messages import AddRequest
-from common.errors import ConfigError, EngineDeadError
+from common.errors import EngineDeadError
 from common.types import RequestId, SamplingParams
 from tests.integration.handoff_rig import check_integrity
 from tests.integration.handoff_rig import generate as generate_tokens
@@ -22,7 +22,7 @@ from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 @pytest.fixture(scope="module")
 def pair() -> Iterator[LLM]:
     """Two stages, with drafts."""
-    with open_llm(pipeline_parallel_size=2, proposer="tests.extensions.proposer:create") as llm:
+    with open_llm(pipeline_parallel_size=2, speculative="tests.extensions.proposer:create") as llm:
         yield llm
 
 
@@ -97,9 +97,3 @@ def test_a_stage_that_is_killed_ends_the_engine(stages: LLM, number: int) -> Non
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(EngineDeadError, match=f"rank {number} of 2 was ended by SIGKILL"):
         stages.generate([prompt_of(5)], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
-
-
-def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no plan") as raised:
-        LLM(tiny_model_dir("gpt2"), pipeline_parallel_size=2)
-    assert raised.value.param == "pipeline_parallel_size"

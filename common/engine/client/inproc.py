@@ -42,8 +42,7 @@ class InprocClient:
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         """`executor`: runs the model; by default, in this process."""
         if (num_engines := config.parallel.data_parallel_size) > 1:
-            setting = "data_parallel_size"
-            raise ConfigError(f"{setting}: {num_engines}, but there is one engine in this process", param=setting)
+            raise ConfigError.of("data_parallel_size", f"{num_engines}, but there is one engine in this process")
         if executor is None:
             executor = EXECUTORS.find(config.parallel.executor_name)(config)
         self._wakeup = threading.Event()

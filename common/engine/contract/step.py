@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
@@ -43,6 +43,7 @@ class NewRequest:
     num_computed_tokens: int
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
     positions: PromptPositions | None = None  # None: the tokens' places
+    root: bytes = b""  # of its block hashes, see Request: tenants have different ones
 
 
 class PromptLogprobs(NamedTuple):
@@ -108,6 +109,11 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
     fence: Fence = 0  # after which the KV of the step's tokens is written
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # what may come after the outcomes; see Proposer
+    proposer_failure: str = ""  # what went wrong with the proposer, see its guard
+
+    def without_drafts(self) -> ModelRunnerOutput:
+        """What ranks that sample the same have in common."""
+        return replace(self, drafts={}, proposer_failure="")
 
 
 class RunningStep(Protocol):

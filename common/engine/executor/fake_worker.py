@@ -6,6 +6,7 @@ So do the ranks' sums over what a request reads, from which its next token follo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -21,7 +22,8 @@ from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput, accepted
 from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import BlockTransfer, Connector, OpenConnector, TransferResult, WorkerConnector
-from common.engine.speculation.base import Context, Proposer, propose
+from common.engine.speculation.base import Context, Proposer
+from common.engine.speculation.guard import NOTHING, GuardedProposer, Proposed
 from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
 
 # Modulo 2**64, of the requests whose last token was computed: over what is read after it, and after each draft.
@@ -62,7 +64,7 @@ class FakeWorker:
         self._block_size = facts.layout.block_size
         self._groups = KVGroups(facts.layout.groups, self._block_size)
         self._connector = connector
-        self._proposer = proposer
+        self._proposer = None if proposer is None else GuardedProposer(proposer, facts.vocab_size, math.inf)
         self._drafts: dict[RequestId, list[int]] = {}  # of the step
         self._requests: dict[RequestId, _FakeRequest] = {}
         layout = facts.layout
@@ -105,7 +107,8 @@ class FakeWorker:
             outcomes[request_id] = tokens
             request.token_ids[len(request.token_ids) - len(drafts) :] = [token.token_id for token in tokens]
             request.num_computed_tokens = len(request.token_ids) - 1
-        return ModelRunnerOutput(outcomes, drafts=self._propose(list(outcomes)))
+        proposed = self._propose(list(outcomes))
+        return ModelRunnerOutput(outcomes, drafts=proposed.drafts, proposer_failure=proposed.failure)
 
     def check(self, known: KnownRequests) -> list[str]:
         """See Worker."""
@@ -116,12 +119,12 @@ class FakeWorker:
         num_logprobs = sampling.num_logprobs
         return SampledToken(token_id, None if num_logprobs is None else Logprobs(0.0, [(token_id, 0.0)][:num_logprobs]))
 
-    def _propose(self, request_ids: list[RequestId]) -> dict[RequestId, list[int]]:
+    def _propose(self, request_ids: list[RequestId]) -> Proposed:
         if self._proposer is None:
-            return {}
+            return NOTHING
         requests = [(each, self._requests[each]) for each in request_ids]
         contexts = [Context(each, np.array(request.token_ids), request.sampling) for each, request in requests]
-        return propose(self._proposer, contexts, self._facts.vocab_size)
+        return self._proposer.propose(contexts)
 
     def _update_requests(self, step: SchedulerOutput) -> None:
         for request_id in step.dropped_request_ids:

@@ -24,7 +24,7 @@ class InprocExecutor:
     def __init__(self, config: EngineConfig) -> None:
         for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(config.parallel, setting)) > 1:
-                raise ConfigError(f"{setting}: {size}, but executor inproc has one rank", param=setting)
+                raise ConfigError.of(setting, f"{size}, but executor inproc has one rank")
         self._worker = Worker(config)
 
     def share_phases(self, phases: PhaseClock) -> None:

@@ -297,8 +297,8 @@ class StagedStore:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            problem = f"connector: ranks need {num_bytes >> 20} MiB in {os.path.dirname(self.path)}: {error}"
-            raise ConfigError(problem, param="connector") from error
+            problem = f"ranks need {num_bytes >> 20} MiB in {os.path.dirname(self.path)}: {error}"
+            raise ConfigError.of("connector", problem) from error
 
     def open(
         self, ranks: OpenConnector, fingerprint: bytes, layout: KVLayout, on_settled: Callable[[], None]

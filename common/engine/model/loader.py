@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.engine.config import Kernels, ModelConfig
+from common.engine.config import Kernels, ModelConfig, ParallelConfig
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
@@ -28,9 +28,9 @@ from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
 from common.engine.model.kv_groups import GroupLayers, all_in_one, share_blocks
-from common.engine.model.parallel_plan import heads_of, refused
+from common.engine.model.parallel_plan import Place, heads_of, refused
 from common.engine.model.probe import ProbedModel, probe_model
-from common.engine.model.rank_loader import load_rank
+from common.engine.model.rank_loader import load_rank, outline_of
 from common.engine.model.ranks import together
 from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.model.stages import Stage, whole_model
@@ -46,7 +46,7 @@ _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
 _EXPECTED_SHARE = 0.5  # of the weights, that quantisation covers
 _ONE_RANK = OneRank()
 _ONE_STAGE = OneStage()
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +94,14 @@ def load_model(
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
     is_cut = ranks.size > 1 or links.num_stages > 1 or experts is not None
     if is_cut:
-        _check_weights(config, raw_config)
+        _check_weights(raw_config)
     weight_files = _find_weights(directory)
     own_ranks, ranks = ranks, device.collectives(ranks)
     if experts is not None:
         experts.ranks = ranks if experts.ranks is own_ranks else device.collectives(experts.ranks)
     if config.batch_invariant and not ranks.sums_in_order:
-        raise ConfigError(
-            f"batch_invariant: with 1 or 2 ranks, but there are {ranks.size} that do not share memory",
-            param="batch_invariant",
-        )
+        reason = f"with 1 or 2 ranks, but there are {ranks.size} that do not share memory"
+        raise ConfigError.of("batch_invariant", reason)
     with _quiet_transformers():
         found = _load_and_probe(
             _Source(directory, weight_files, config, device, quantized, ranks, experts, links), group_layers
@@ -143,6 +141,26 @@ def load_model(
     )
 
 
+def check_ranks(config: ModelConfig, parallel: ParallelConfig, data_parallel_rank: int = 0) -> None:
+    """Raises what load_model would on one of this machine's ranks, as far as their devices, the model's configuration
+    and the plan in its code decide that."""
+    last_device = max(parallel.device_of(rank, data_parallel_rank) for rank in range(parallel.ranks_per_node))
+    device = DEVICES.find(config.device)(config, last_device)
+    directory = model_directory(config, ["config.json"])
+    raw_config = _read_config(directory)
+    if config.quantization is not None:
+        _quantization(config.quantization, raw_config, device)
+    _check_weights(raw_config)
+    experts = Place(0, parallel.world_size) if parallel.enable_expert_parallel else None
+    num_stages = parallel.pipeline_parallel_size
+    with _quiet_transformers(), _unusable(directory):
+        model_config = _model_config(directory)
+        dtype = _resolve_dtype(config, model_config, device)
+        for stage in range(num_stages):
+            rank = Place(0, parallel.tensor_parallel_size)
+            outline_of(model_config, dtype, rank, experts, Place(stage, num_stages))
+
+
 def identify_model(config: ModelConfig, device_number: int = 0) -> bytes:
     """A digest of the model's files, before weights are loaded. Raises as load_model does."""
     DEVICES.find(config.device)(config, device_number)
@@ -156,15 +174,15 @@ def identify_model(config: ModelConfig, device_number: int = 0) -> bytes:
 def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type[QuantizedLinear]:
     layer = QUANTIZATIONS.find(name)
     if not device.can_multiply(layer):
-        raise ConfigError(f"quantization: no kernels for {name} on this device ({device.name})", param="quantization")
+        raise ConfigError.of("quantization", f"no kernels for {name} on this device ({device.name})")
     if isinstance(own := raw_config.get("quantization_config"), dict):
         method = own.get("quant_method", "some other way")
-        reason = f"quantization: {name} is for float weights, and the checkpoint's are quantised ({method})"
-        raise ConfigError(reason, param="quantization")
+        reason = f"{name} is for float weights, and the checkpoint's are quantised ({method})"
+        raise ConfigError.of("quantization", reason)
     return layer
 
 
-def _check_weights(config: ModelConfig, raw_config: dict[str, Any]) -> None:
+def _check_weights(raw_config: dict[str, Any]) -> None:
     if raw_config.get("quantization_config"):
         raise refused("checkpoints that are quantised are supported for one rank only")
 
@@ -193,8 +211,8 @@ def _row_sampler(device: Device, vocab_size: int, dtype: torch.dtype) -> tuple[R
         return None, True
 
 
-def model_directory(config: ModelConfig) -> Path:
-    """The local directory of the model, downloaded if it is a hub id."""
+def model_directory(config: ModelConfig, files: Sequence[str] = _HUB_FILES) -> Path:
+    """The local directory of the model. Of a hub id, these `files` are downloaded."""
     path = Path(config.model).expanduser()
     if path.is_dir():
         return path
@@ -208,7 +226,7 @@ def model_directory(config: ModelConfig) -> Path:
     if config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
         raise ModelLoadError(f"{config.model} does not exist", param="model")
     try:
-        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=[*files]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelLoadError(
             f"{config.model} is neither a local directory nor a model on the hub: {_first_line(error)}",
@@ -287,10 +305,7 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     if probed is not None and len(_group(probed, source.links, group_layers)) > 1:
         probed = None  # a fused decoder takes one block table
     if batch_invariant and probed is None:
-        raise ConfigError(
-            "batch_invariant: only with compiled kernels, for models of the Llama kind",
-            param="batch_invariant",
-        )
+        raise ConfigError.of("batch_invariant", "only with compiled kernels, for models of the Llama kind")
     failed = False
     if operators is not None and probed is not None:
         try:
@@ -300,8 +315,8 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
             raise
         except Exception as error:  # the decoder differs, or whatever a compiler raises
             if batch_invariant:
-                reason = f"batch_invariant: the compiled kernels cannot be used: {_first_line(error)}"
-                raise ConfigError(reason, param="batch_invariant") from error
+                reason = f"the compiled kernels cannot be used: {_first_line(error)}"
+                raise ConfigError.of("batch_invariant", reason) from error
             _warn_of_kernels(error)
             failed = True
             model, stage = _load(source)
@@ -358,10 +373,8 @@ def _load(source: _Source) -> tuple[Any, Stage]:
 
 def _loaded(source: _Source) -> tuple[Any, Stage]:
     directory = source.directory
-    try:
-        model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        if getattr(model_config, "is_encoder_decoder", False):
-            raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
+    with _unusable(directory):
+        model_config = _model_config(directory)
         dtype = _resolve_dtype(source.config, model_config, source.device)
         if source.is_cut:
             model, stage = load_rank(
@@ -370,6 +383,21 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
         else:
             model = _from_pretrained(directory, model_config, dtype)
             stage = whole_model(model)
+    return model.to(source.device.torch_device).eval().requires_grad_(False), stage
+
+
+def _model_config(directory: Path) -> Any:
+    model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
+    return model_config
+
+
+@contextlib.contextmanager
+def _unusable(directory: Path) -> Iterator[None]:
+    """Turns what goes wrong with a model into a ModelLoadError."""
+    try:
+        yield
     except ConfigError:
         raise
     except KeyError as error:
@@ -378,7 +406,6 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
         raise ModelLoadError(f"{directory} cannot be served: {reason}", param="model") from error
     except Exception as error:  # third-party code over user files: any exception means unusable
         raise ModelLoadError(f"{directory} cannot be loaded: {_first_line(error)}", param="model") from error
-    return model.to(source.device.torch_device).eval().requires_grad_(False), stage
 
 
 def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> Any:

@@ -134,24 +134,22 @@ def _planned_experts(model: Any) -> list[str]:
 
 def _whole_experts(model: Any, experts: list[str], place: Place) -> tuple[dict[str, Part], list[str]]:
     """A rank's share of the experts of each mixture: their weights by name, and the mixtures."""
-    name, setting = type(model).__name__, "enable_expert_parallel"
+    name = type(model).__name__
     if not experts:
-        raise ConfigError(f"{setting}: {name} has no mixture of experts, or no plan of how to cut it", param=setting)
+        raise _experts_refused(f"{name} has no mixture of experts, or no plan of how to cut it")
     weights: dict[str, Part] = {}
     for layer in experts:
         module = model.get_submodule(layer)
         # transformers marks the experts that can leave out those of other ranks.
         if not hasattr(module, "_is_expert_parallel"):
-            raise ConfigError(f"{setting}: the experts of {name} ({layer}) cannot be cut whole", param=setting)
+            raise _experts_refused(f"the experts of {name} ({layer}) cannot be cut whole")
         num_experts = int(module.num_experts)
         if num_experts % place.size:
-            raise ConfigError(
-                f"{setting}: {place.size} ranks cannot share the {num_experts} experts of {layer} evenly", param=setting
-            )
+            raise _experts_refused(f"{place.size} ranks cannot share the {num_experts} experts of {layer} evenly")
         start, stop = (number * num_experts // place.size for number in (place.rank, place.rank + 1))
         for parameter, weight in module.named_parameters():
             if weight.shape[0] != num_experts:
-                raise ConfigError(f"{setting}: {layer}.{parameter} is not of each expert", param=setting)
+                raise _experts_refused(f"{layer}.{parameter} is not of each expert")
             weights[f"{layer}.{parameter}"] = Part(WHOLE_EXPERTS, 0, start, stop)
     return weights, experts
 
@@ -162,7 +160,11 @@ def _pattern(layers: str) -> re.Pattern[str]:
 
 def refused(reason: str) -> ConfigError:
     """Why a model cannot have several ranks."""
-    return ConfigError(f"tensor_parallel_size: {reason}", param="tensor_parallel_size")
+    return ConfigError.of("tensor_parallel_size", reason)
+
+
+def _experts_refused(reason: str) -> ConfigError:
+    return ConfigError.of("enable_expert_parallel", reason)
 
 
 def _styles(model: Any) -> dict[str, str]:

@@ -44,6 +44,8 @@ from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, cut_stage, whole_model
 from common.errors import ModelLoadError
 
+_ONLY = Place(0, 1)
+
 
 def load_rank(
     directory: Path,
@@ -56,15 +58,15 @@ def load_rank(
 ) -> tuple[Any, Stage]:
     """The rank's part of the model, on the host. `experts`: among which experts are cut whole. Raises ConfigError if
     the model cannot be cut, before weights are read, and ModelLoadError if they are not there."""
-    model = _on_meta_device(model_config, dtype)
+    model, stage, plan, conversions = outline_of(
+        model_config,
+        dtype,
+        Place(ranks.rank, ranks.size),
+        None if experts is None else Place(experts.ranks.rank, experts.ranks.size),
+        Place(links.stage, links.num_stages),
+    )
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    stage = cut_stage(model, links) if links.num_stages > 1 else whole_model(model)
-    place = None if experts is None else Place(experts.ranks.rank, experts.ranks.size)
-    is_planned = ranks.size > 1 or experts is not None
-    plan = plan_of(model, ranks.rank, ranks.size, place) if is_planned else RankPlan({}, {}, [])
-    conversions = _conversions(model, dtype)
-    _compute_buffers(model)
     with _WeightFiles(weight_files, conversions) as files:
         _fill(model, files, plan)
     (ranks if experts is None else experts.ranks).wait_for_all()
@@ -78,7 +80,7 @@ def load_rank(
             layer,
             CollectedExperts(local, ranks.all_reduce) if experts is None else _own_experts(local, layer, plan, experts),
         )
-    if is_planned:
+    if ranks.size > 1 or experts is not None:
         heads = heads_of(model_config, ranks.size)
         for name, module in model.named_modules():
             if name in plan.attentions:
@@ -95,12 +97,38 @@ def _own_experts(local: Any, layer: str, plan: RankPlan, experts: ExpertRanks) -
     return WholeExperts(local, part.start, experts)
 
 
-def rank_bytes(model_config: Any, dtype: torch.dtype, size: int) -> int:
-    """Bytes of the weights of the rank that has most. Raises ConfigError if the model cannot be cut."""
-    model = _on_meta_device(model_config, dtype)
-    plan = RankPlan({}, {}, []) if size == 1 else plan_of(model, 0, size)
-    total = 0
-    for name, weight in model.named_parameters():
+class Outline(NamedTuple):
+    """A rank's part of a model, before its weights are read."""
+
+    model: Any  # without the layers of other stages; weights are whole, on the meta device
+    stage: Stage
+    plan: RankPlan
+    conversions: list[WeightRenaming | WeightConverter]  # of the checkpoint's weights
+
+
+def outline_of(
+    model_config: Any, dtype: torch.dtype, rank: Place, experts: Place | None = None, stage: Place = _ONLY
+) -> Outline:
+    """The part of a rank: `rank` of its stage, and of those among which experts are cut whole, if they are. Raises
+    ConfigError if the model cannot be cut so."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        )
+    is_planned = rank.size > 1 or experts is not None
+    own = cut_stage(model, stage.rank, stage.size) if stage.size > 1 else whole_model(model)
+    plan = plan_of(model, rank.rank, rank.size, experts) if is_planned else RankPlan({}, {}, [])
+    if not is_planned and stage.size == 1:
+        return Outline(model, own, plan, [])
+    conversions = _conversions(model, dtype)
+    _compute_buffers(model)
+    return Outline(model, own, plan, conversions)
+
+
+def weight_bytes(outline: Outline) -> int:
+    """Bytes of the rank's weights."""
+    plan, total = outline.plan, 0
+    for name, weight in outline.model.named_parameters():
         part = _part_of(name, plan)
         num_own = weight.numel()
         if part is not None:
@@ -109,13 +137,6 @@ def rank_bytes(model_config: Any, dtype: torch.dtype, size: int) -> int:
             num_own = num_own // weight.shape[dim] * num_rows
         total += num_own * weight.itemsize
     return total
-
-
-def _on_meta_device(model_config: Any, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        )
 
 
 def _conversions(model: Any, dtype: torch.dtype) -> list[WeightRenaming | WeightConverter]:

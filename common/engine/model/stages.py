@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.engine.model.stage_links import StageLinks
 from common.errors import ConfigError
-
-SETTING = "pipeline_parallel_size"
 
 
 def refused(reason: str) -> ConfigError:
     """Why a model cannot have several stages."""
-    return ConfigError(f"{SETTING}: {reason}", param=SETTING)
+    return ConfigError.of("pipeline_parallel_size", reason)
 
 
 class Stage:
@@ -104,7 +101,7 @@ def whole_model(model: Any) -> Stage:
     return Stage([range(num_layers)], 0, int(getattr(text_config, "hidden_size", 0)))
 
 
-def cut_stage(model: Any, links: StageLinks) -> Stage:
+def cut_stage(model: Any, number: int, num_stages: int) -> Stage:
     """Takes the layers of other stages out of a model on the meta device. Raises ConfigError if it cannot be cut."""
     base = model.base_model
     layers = layers_of(model)
@@ -112,8 +109,8 @@ def cut_stage(model: Any, links: StageLinks) -> Stage:
     costs = [_num_parameters(layer) for layer in layers]
     costs[0] += _num_parameters(embedding)
     costs[-1] += _num_parameters(head)
-    runs = share_layers(costs, links.num_stages)
-    stage = Stage(runs, links.stage, int(model.config.get_text_config().hidden_size))
+    runs = share_layers(costs, num_stages)
+    stage = Stage(runs, number, int(model.config.get_text_config().hidden_size))
     stage.attach(layers)
     for index in set(range(len(layers))) - set(stage.layers):
         layers[index] = OtherLayer(layers[index])

@@ -62,8 +62,7 @@ def quantize_linears(model: nn.Module, layer: type[QuantizedLinear]) -> float:
                 setattr(parent, name, layer.of(child, getattr(parent, "over_ranks", of_one_rank)))
     num_quantized = sum(module.weight.numel() for module in model.modules() if isinstance(module, QuantizedLinear))
     if not num_quantized:
-        reason = f"quantization: {type(model).__name__} has no linear layers that it is for"
-        raise ConfigError(reason, param="quantization")
+        raise ConfigError.of("quantization", f"{type(model).__name__} has no linear layers that it is for")
     return num_quantized / sum(weight.numel() for weight in _multiplied(model))
 
 

@@ -72,14 +72,12 @@ def load_processors(names: Sequence[str], *, vocab_size: int, device: torch.devi
     for name in names:
         if name not in installed:
             known = f"; installed: {', '.join(sorted(installed))}" if installed else "; none is installed"
-            raise ConfigError(f"logits_processors: {quoted(name)} is not installed{known}", param="logits_processors")
+            raise ConfigError.of("logits_processors", f"{quoted(name)} is not installed{known}")
         try:
             factory = cast("ProcessorFactory", installed[name].load())
             processors.append(factory(vocab_size=vocab_size, device=device))
         except Exception as error:  # whatever third-party code raises
-            raise ConfigError(
-                f"logits_processors: {name} cannot be loaded: {error}", param="logits_processors"
-            ) from error
+            raise ConfigError.of("logits_processors", f"{name} cannot be loaded: {error}") from error
     if names:
         logger.info("logits processors: %s", ", ".join(names))
     return tuple(processors)

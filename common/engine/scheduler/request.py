@@ -38,7 +38,6 @@ class Request:
 
     __slots__ = (
         "_extra_keys",
-        "_root_hash",
         "added_at",
         "awaits_handoff",
         "awaits_mask",
@@ -59,6 +58,7 @@ class Request:
         "order",
         "positions",
         "request_id",
+        "root",
         "sampling",
         "status",
         "stop_token_ids",
@@ -100,7 +100,7 @@ class Request:
         self.num_computed_tokens = 0  # whose KV is in its blocks
         self.num_scheduled_tokens = 0  # those, and the tokens that steps in flight compute
 
-        self._root_hash = root_hash(message.cache_salt)
+        self.root = root_hash(message.cache_salt)
         self._extra_keys = message.extra_keys
         self.positions = message.positions
         self.block_hashes: list[BlockHash] = []  # of full blocks, as far as known
@@ -134,7 +134,8 @@ class Request:
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Known tokens that no step has computed or is computing; 1 when it is to decode."""
+        """Known tokens that no step has computed or is computing; 1 when it is to decode. Less than none while a step
+        in flight verifies drafts."""
         return len(self.token_ids) - self.num_scheduled_tokens
 
     def has_computed(self, num_tokens: int) -> None:
@@ -175,7 +176,7 @@ class Request:
         """Computes the missing hashes of the first `num_blocks` blocks, all of which must be full."""
         known = len(self.block_hashes)
         if known < num_blocks:
-            parent = self.block_hashes[-1] if known else self._root_hash
+            parent = self.block_hashes[-1] if known else self.root
             tokens = self.token_ids[known * block_size : num_blocks * block_size]
             self.block_hashes += hash_prompt(
                 tokens, block_size, parent, self._extra_keys, known * block_size, self.positions
@@ -195,5 +196,5 @@ class Request:
             prompt = self.token_ids[: self.num_prompt_tokens]
             full = self.block_hashes[:num_full]
             keys = self._extra_keys, self.positions
-            hashes.append(hash_partial_block(prompt, block_size, full, self._root_hash, *keys))
+            hashes.append(hash_partial_block(prompt, block_size, full, self.root, *keys))
         return tuple(hashes)

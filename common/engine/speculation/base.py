@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,30 +14,27 @@ _NO_PARAMS = SamplingParams()
 
 
 class Context(NamedTuple):
-    """What a proposer may know of a request that has just sampled."""
+    """What a proposer may know of a request."""
 
     request_id: RequestId
     token_ids: npt.NDArray[np.int64]  # prompt and output so far; valid during the call
     sampling: SamplingParams = _NO_PARAMS
+    num_prompt_tokens: int = 0
+    root: bytes = b""  # of its block hashes: requests with different ones are to learn nothing of each other
 
 
 class Proposer(Protocol):
-    """Guesses what requests sample next. Called by the worker after each step, on its thread, and part of its time."""
+    """Guesses what requests sample next. Called by the worker after each step, on its thread, and part of its time: one
+    that takes longer than EngineConfig.step_share_s is asked for fewer requests at once, and no more if that does not
+    help. Of several ranks, one has a proposer. What it raises or answers does no harm, see GuardedProposer."""
 
     def propose(self, requests: Sequence[Context]) -> list[list[int]]:
-        """Drafts for each request, in order: token ids of the vocabulary that may come next, one after the other. The
-        scheduler takes as many of the first as there is room for; none: nothing is proposed. Ids that are not in the
-        vocabulary, and what follows them, are dropped."""
+        """Drafts for each request that has just sampled, in order: at most MAX_DEPTH token ids of the vocabulary that
+        may come next, one after the other. The scheduler takes as many of the first as there is room for; none:
+        nothing is proposed."""
 
-    def forget(self, request_ids: Sequence[RequestId]) -> None:
-        """These requests run no more, for now or for ever."""
+    def forget(self, requests: Sequence[Context]) -> None:
+        """These requests run no more, for now or for ever: the last look at their tokens."""
 
-
-def propose(proposer: Proposer, requests: Sequence[Context], vocab_size: int) -> dict[RequestId, list[int]]:
-    """The drafts of a proposer, those of the vocabulary. Raises ValueError if they are not those of the requests."""
-    drafts = proposer.propose(requests)
-    if len(drafts) != len(requests):
-        name = type(proposer).__name__
-        raise ValueError(f"proposer: {name} has answered with drafts of {len(drafts)} requests, not of {len(requests)}")
-    known = ([int(each) for each in takewhile(lambda each: 0 <= each < vocab_size, found)] for found in drafts)
-    return {request.request_id: found for request, found in zip(requests, known, strict=True) if found}
+    def check(self) -> list[str]:
+        """Violations of its bounds and of its own bookkeeping, one line each. Called when the engine is checked."""

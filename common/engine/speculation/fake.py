@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from common.engine.speculation.base import Context
-from common.types import RequestId
 
 Accuracy = Literal["right", "wrong", "half"]
 
@@ -27,8 +26,12 @@ class FakeProposer:
         """See Proposer."""
         return [self._drafts(request) for request in requests]
 
-    def forget(self, request_ids: Sequence[RequestId]) -> None:
+    def forget(self, requests: Sequence[Context]) -> None:
         """See Proposer."""
+
+    def check(self) -> list[str]:
+        """See Proposer."""
+        return []
 
     def _drafts(self, request: Context) -> list[int]:
         token_ids: list[int] = request.token_ids.tolist()

@@ -1,4 +1,4 @@
-"""The proposers by name: values of the setting `proposer`."""
+"""The proposers by name: values of the setting `speculative`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from collections.abc import Callable
 from common.engine.config import EngineConfig
 from common.engine.registry import Registry
 from common.engine.speculation.base import Proposer
+from common.errors import BatonError, ConfigError
 
 ProposerFactory = Callable[[EngineConfig], Proposer]
 
-PROPOSERS: Registry[ProposerFactory] = Registry("proposer", {})
+PROPOSERS: Registry[ProposerFactory] = Registry(
+    "speculative",
+    {"ngram": "common.engine.speculation.ngram:create", "suffix": "common.engine.speculation.suffix:create"},
+)
+
+
+def create_proposer(config: EngineConfig) -> Proposer | None:
+    """The one that the settings name. Raises ConfigError, also for what a factory from outside the package raises."""
+    method = config.speculation.method
+    if method is None:
+        return None
+    factory = PROPOSERS.find(method.name)
+    try:
+        return factory(config)
+    except BatonError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"speculative: {method.name} has failed: {error!r}", param="speculative") from error

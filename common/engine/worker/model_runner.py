@@ -33,7 +33,7 @@ from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
-from common.engine.speculation.base import Proposer, propose
+from common.engine.speculation.guard import NOTHING, GuardedProposer, Proposed
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
@@ -43,7 +43,7 @@ from common.types import Logprobs, RequestId, SamplingParams
 logger = logging.getLogger(__name__)
 
 _NO_DRAFTS: Mapping[RequestId, Sequence[int]] = MappingProxyType({})
-_DRAWN = SamplingParams(temperature=1.0)
+_DRAWN = SamplingParams(temperature=1.0, speculative=False)
 _ONE_STAGE = OneStage()
 _MAX_PROMPT_ROWS = 64  # positions whose log probabilities are computed at once
 
@@ -60,7 +60,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         processors: Sequence[LogitsProcessor] = (),
-        proposer: Proposer | None = None,
+        proposer: GuardedProposer | None = None,
         links: StageLinks = _ONE_STAGE,
     ) -> None:
         self.max_model_len = max_model_len
@@ -97,14 +97,18 @@ class ModelRunner:
 
     def update_requests(self, step: SchedulerOutput) -> None:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
+        if self._proposer is not None and (dropped := self._table.contexts(step.dropped_request_ids)):
+            self._proposer.forget(dropped)
         self._table.update(step)
-        if self._proposer is not None and step.dropped_request_ids:
-            self._proposer.forget(step.dropped_request_ids)
 
     @property
     def block_tables(self) -> dict[RequestId, list[list[int]]]:
         """Of each request that it knows, in each KV group."""
         return self._table.block_ids
+
+    def check_proposer(self) -> list[str]:
+        """Violations of the proposer's own bounds."""
+        return [] if self._proposer is None else self._proposer.check()
 
     def note_sampled(self, sampled: Mapping[RequestId, Sequence[int]]) -> None:
         """Takes the tokens that the last stage has sampled; none of a request whose last token is to be computed
@@ -201,7 +205,8 @@ class ModelRunner:
             if late:
                 self._table.put_off(rows[late], lengths[late])
         outcomes = self._verify(batch, samples, drafts) if drafts else outcomes_of(batch.sampled_ids, samples)
-        return ModelRunnerOutput(outcomes, prompt_logprobs, drafts=self._propose(outcomes))
+        proposed = self._propose(outcomes)
+        return ModelRunnerOutput(outcomes, prompt_logprobs, drafts=proposed.drafts, proposer_failure=proposed.failure)
 
     def _verify(
         self, batch: PackedBatch, samples: Sequence[Sample], drafts: Mapping[RequestId, Sequence[int]]
@@ -220,13 +225,12 @@ class ModelRunner:
             outcomes[request_id] = outcome
         return outcomes
 
-    def _propose(self, outcomes: Mapping[RequestId, Outcome]) -> dict[RequestId, list[int]]:
+    def _propose(self, outcomes: Mapping[RequestId, Outcome]) -> Proposed:
         """Drafts of what comes after the outcomes."""
         if self._proposer is None:
-            return {}
-        sampled = [request_id for request_id, outcome in outcomes.items() if isinstance(outcome, list)]
-        contexts = [self._table.context(request_id) for request_id in sampled]
-        return propose(self._proposer, contexts, self._loaded.vocab_size)
+            return NOTHING
+        sampled = (request_id for request_id, outcome in outcomes.items() if isinstance(outcome, list))
+        return self._proposer.propose(self._table.contexts(sampled))
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]; see Stage.forward."""

@@ -7,7 +7,7 @@ array arithmetic over rows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -67,6 +67,7 @@ class RequestTable:
         self._num_blocks = [0] * max_num_seqs
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._params = [_NO_PARAMS] * max_num_seqs
+        self._roots = [b""] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
         self._ruled: deque[int] = deque(maxlen=_NUM_COMPARED)  # rows that got rules last
         # Few requests are in these, often none.
@@ -145,10 +146,15 @@ class RequestTable:
         self.num_computed_tokens[row] = num_tokens - 1
         self.version += 1
 
-    def context(self, request_id: RequestId) -> Context:
-        """What a proposer may know."""
-        row = self._rows[request_id]
-        return Context(request_id, self.token_ids[row, : self.num_tokens[row]], self._params[row])
+    def contexts(self, request_ids: Iterable[RequestId]) -> list[Context]:
+        """What a proposer may know of those requests that it knows and that have not turned it off."""
+        rows = self._rows
+        known = [(each, rows[each]) for each in request_ids if each in rows]
+        return [self._context(each, row) for each, row in known if self._params[row].speculative]
+
+    def _context(self, request_id: RequestId, row: int) -> Context:
+        tokens = self.token_ids[row, : self.num_tokens[row]]
+        return Context(request_id, tokens, self._params[row], int(self._num_prompt_tokens[row]), self._roots[row])
 
     def expect_tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """One token for each of the rows is being sampled: -1, -2, ... stand for them until `settle_tokens`. Returns
@@ -227,6 +233,7 @@ class RequestTable:
         self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
         self._rules[row] = self._rules_of(new.sampling)
         self._params[row] = new.sampling
+        self._roots[row] = new.root
         if self._rules[row] is not NO_RULES:
             self._ruled.append(row)
         if new.wants_prompt_logprobs:

@@ -27,7 +27,8 @@ from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
-from common.engine.speculation.registry import PROPOSERS
+from common.engine.speculation.guard import GuardedProposer
+from common.engine.speculation.registry import create_proposer
 from common.engine.worker.connector import create_connector
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
@@ -77,12 +78,15 @@ class Worker:
         self._fences: StepFences | None = None
         self._kv_cache: torch.Tensor | None = None
         self._runner: ModelRunner | None = None
+        self._proposer: Proposer | None = None
 
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""
         # First, as its errors come at once while a model may take minutes to load.
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
+        if self.rank == self._config.parallel.answering_rank:  # others may find another time too long
+            self._proposer = create_proposer(self._config)
         device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
         loaded = self._loaded = load_model(
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
@@ -136,7 +140,7 @@ class Worker:
                 vocab_size=self._loaded.vocab_size,
                 device=self._loaded.device.torch_device,
             ),
-            proposer=self._proposer(),
+            proposer=self._guarded_proposer(self._loaded.vocab_size),
             links=self._links,
         )
         can_record = self._ranks.can_record and self._experts is None
@@ -150,7 +154,7 @@ class Worker:
         most = min(self._config.scheduler.max_num_batched_tokens, self._runner.max_model_len)
         if self.runs_ahead:
             # Triton compiles other kernels for such requests, which the first of them must not wait for.
-            self._runner.profile(1, SamplingParams(temperature=1.0, presence_penalty=1.0))
+            self._runner.profile(1, SamplingParams(temperature=1.0, presence_penalty=1.0, speculative=False))
         return measure_steps(self._runner.profile, most)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
@@ -202,7 +206,7 @@ class Worker:
     def check(self, known: KnownRequests) -> list[str]:
         """See Executor.check."""
         assert self._runner is not None
-        return known.violations(self._runner.block_tables)
+        return known.violations(self._runner.block_tables) + self._runner.check_proposer()
 
     @torch.inference_mode()
     def _attend(self) -> None:
@@ -220,6 +224,7 @@ class Worker:
         if connector is not None:
             connector.close()
         self._runner = None
+        self._proposer = None
         self._kv_cache = None
         self._loaded = None
         self._ranks.close()
@@ -227,9 +232,9 @@ class Worker:
             self._experts.ranks.close()
         self._links.close()
 
-    def _proposer(self) -> Proposer | None:
-        name = self._config.speculation.proposer
-        return None if name is None else PROPOSERS.find(name)(self._config)
+    def _guarded_proposer(self, vocab_size: int) -> GuardedProposer | None:
+        proposer, self._proposer = self._proposer, None  # the guard lets go of one that is switched off
+        return None if proposer is None else GuardedProposer(proposer, vocab_size, self._config.step_share_s)
 
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)

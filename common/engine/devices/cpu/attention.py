@@ -240,10 +240,10 @@ class BatchInvariantAttention(CpuAttention):
     def __init__(self, kv_cache: torch.Tensor) -> None:
         super().__init__(kv_cache)
         if not self._reads_chunks:
-            raise ConfigError(
-                "batch_invariant: the kernels need a block_size that is a multiple of 16, heads whose size is one of "
-                "16 (in bfloat16 of 32), and for bfloat16 a processor with AMX",
-                param="batch_invariant",
+            raise ConfigError.of(
+                "batch_invariant",
+                "the kernels need a --block-size that is a multiple of 16, heads whose size is one of 16 (in bfloat16 "
+                "of 32), and for bfloat16 a processor with AMX",
             )
 
     def _decode_projections(

@@ -80,7 +80,7 @@ class CpuOperators:
         if isinstance(linear, Int8Linear):
             return compiled(linear)
         if self._batch_invariant:
-            raise ConfigError(f"batch_invariant: no kernel for {type(linear).__name__}", param="batch_invariant")
+            raise ConfigError.of("batch_invariant", f"no kernel for {type(linear).__name__}")
         return partial(_unrecorded, linear)
 
 

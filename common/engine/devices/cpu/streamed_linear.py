@@ -68,10 +68,10 @@ class StreamedLinear:
         if gated and blocks is not None and _is_tiled(linear, blocks) and not linear.out_features % (2 * blocks.width):
             self._gated = _Streamed(linear, blocks, any_rows=batch_invariant, gated=True)
         if batch_invariant and self._streamed is None:
-            raise ConfigError(
-                f"batch_invariant: no kernel for a linear layer of {linear.in_features} x {linear.out_features} in "
+            raise ConfigError.of(
+                "batch_invariant",
+                f"no kernel for a linear layer of {linear.in_features} x {linear.out_features} in "
                 f"{linear.weight.dtype} on this processor",
-                param="batch_invariant",
             )
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:

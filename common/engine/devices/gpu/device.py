@@ -85,8 +85,7 @@ class CudaDevice(TritonDevice):
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
         """Makes this GPU the one that is meant by "cuda" on this thread. Raises ConfigError if there is none."""
         if not torch.cuda.is_available():
-            reason = "device: cuda, but there is no usable CUDA device; auto and cpu need none"
-            raise ConfigError(reason, param="device")
+            raise ConfigError.of("device", "cuda, but there is no usable CUDA device; auto and cpu need none")
         if number:
             _choose_gpu(number)
         super().__init__(config)
@@ -117,8 +116,7 @@ class CudaDevice(TritonDevice):
 
 def _choose_gpu(number: int) -> None:
     if number >= torch.cuda.device_count():
-        raise ConfigError(
-            f"rank_devices: {number}, but there are {torch.cuda.device_count()} GPUs, counted from 0",
-            param="rank_devices",
+        raise ConfigError.of(
+            "rank_devices", f"{number}, but there are {torch.cuda.device_count()} GPUs, counted from 0"
         )
     torch.cuda.set_device(number)

@@ -57,7 +57,7 @@ class TritonOperators:
         """See Operators."""
         if isinstance(linear, QuantizedLinear):
             if self._batch_invariant:
-                raise ConfigError(f"batch_invariant: no kernel for {type(linear).__name__}", param="batch_invariant")
+                raise ConfigError.of("batch_invariant", f"no kernel for {type(linear).__name__}")
             return linear
         if self._batch_invariant:
             return BatchInvariantLinear(linear)

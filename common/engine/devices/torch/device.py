@@ -90,5 +90,5 @@ class TorchDevice(Device):
 def _set_num_threads(num_threads: int) -> None:
     num_cores = num_usable_cores()
     if num_threads > num_cores:
-        raise ConfigError(f"num_threads: {num_threads}, but this process has {num_cores} cores", param="num_threads")
+        raise ConfigError.of("num_threads", f"{num_threads}, but this process has {num_cores} cores")
     torch.set_num_threads(num_threads)

@@ -1,7 +1,8 @@
 """The executor of several ranks, each a process of its own.
 
-1. `load_model` starts a process for each rank, here or on other machines (`nodes.py`). Each call of the start goes to
-   all of them at once, and their answers are joined: they must be the same, but for what is a rank's own.
+1. `load_model` has the model's configuration checked, and starts a process for each rank, here or on other machines
+   (`nodes.py`). Each call of the start goes to all of them at once, and their answers are joined: they must be the
+   same, but for what is a rank's own.
 2. `submit` writes the step to a ring, which all ranks read; the first of the last stage answers. Each rank of that
    samples all tokens, so that none of them has to be told any, and the next step may be submitted before. Stages
    before it are told with the next step. Answers come in the order of the steps.
@@ -44,6 +45,7 @@ from common.engine.contract.step import (
 )
 from common.engine.executor.multiproc.channel import Channel
 from common.engine.executor.multiproc.digests import RankDigests, create_digests
+from common.engine.executor.multiproc.model_check import check_model
 from common.engine.executor.multiproc.nodes import Nodes
 from common.engine.executor.multiproc.protocol import (
     WORKER,
@@ -98,7 +100,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
 _EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
 _CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
-_DRAWN = SamplingParams(temperature=1.0, seed=0)
+_DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
 _OWN_FACTS = frozenset(
     {"available_kv_bytes", "bytes_per_block", "device", "kernels_failed", "num_threads", "tokenizer_directory"}
 )
@@ -156,6 +158,8 @@ class MultiprocExecutor:
         self._staging = stage_connector(self._config)  # first, as its errors come at once
         if self._staging.store is not None:
             self._cleanup.callback(self._staging.store.close)
+        if self._factory == WORKER and self._placement is None:  # else the model need not be on this machine
+            check_model(self._config)
         rendezvous = self._start_processes()
         identified = self._call(IdentifyModel(), Identified)
         check_models([answer.digest for answer in identified], self._config.parallel.ranks_per_node)
@@ -586,10 +590,10 @@ def check_models(digests: Sequence[bytes], ranks_per_node: int) -> None:
     """Raises ModelLoadError if the ranks' model files are not the same."""
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise ModelLoadError(
-                f"model: rank {rank}, on node {rank // ranks_per_node}, has other model files than rank 0: their "
+            raise ModelLoadError.of(
+                "model",
+                f"rank {rank}, on node {rank // ranks_per_node}, has other model files than rank 0: their "
                 f"digest is {digest.hex()[:16]}, not {digests[0].hex()[:16]}",
-                param="model",
             )
 
 

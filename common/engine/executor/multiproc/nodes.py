@@ -62,6 +62,7 @@ class Nodes:
         self._token = secrets.token_bytes(16)
         self._changed = threading.Condition()  # guards what follows
         self._links: dict[int, Link[FromNode]] = {}
+        self._unfit: dict[int, str] = {}  # missing machines of which one came that was refused, and why
         self._channels: dict[tuple[int, bool], Channel] = {}
         self._ended: dict[int, str] = {}  # ranks, and how
         self._failure: Exception | None = None
@@ -73,8 +74,8 @@ class Nodes:
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
     def wait(self) -> None:
-        """Returns when all machines are there. Raises EngineDeadError that says which are missing, or ConfigError if
-        one does not fit."""
+        """Returns when all machines are there. Raises EngineDeadError that says which are missing, and why those were
+        refused that do not fit: a corrected one may come in their place until then, as in a rolling update."""
         timeout_s = self._parallel.join_timeout_s
         logger.info("waiting for %s at %s:%d", _names(self._missing), *self.address)
         with self._changed:
@@ -83,7 +84,8 @@ class Nodes:
                 raise self._failure
             if self._missing:
                 reason = f"{_names(self._missing)} of {self._parallel.nnodes} did not join within {timeout_s:g} s"
-                raise EngineDeadError(f"{reason} (join_timeout_s)")
+                refused = "".join(f"; refused: {self._unfit[number]}" for number in sorted(self._unfit))
+                raise EngineDeadError(f"{reason} (join_timeout_s){refused}")
             self._has_started = True
 
     def start(self, launches: Sequence[RankLaunch]) -> list[RemoteRank]:
@@ -202,10 +204,13 @@ class Nodes:
                 "" if number in self._missing else f"--node-rank: node {number} is not awaited, or is there already",
             )
             if problem:
+                if number in self._missing:
+                    self._unfit[number] = problem
                 error = ConfigError(problem, param="nnodes")
                 link.send(EngineFailed.of(error))
                 raise error
             self._missing.remove(number)
+            self._unfit.pop(number, None)
             self._links[number] = link
             self._changed.notify_all()
         logger.info("%s has joined", link.peer)
@@ -271,5 +276,5 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_MAX_GREETINGS)
     except OSError as error:
-        reason = f"--master-addr: cannot listen on {host}:{port}: {error.strerror or error}"
-        raise ConfigError(reason, param="master_addr") from error
+        reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ConfigError.of("master_addr", reason) from error

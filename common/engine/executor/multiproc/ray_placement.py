@@ -17,8 +17,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    problem = "executor: ray is not installed: pip install 'baton-llm[ray]'"
-    raise ConfigError(problem, param="executor") from error
+    raise ConfigError.of("executor", "ray is not installed: pip install 'baton-llm[ray]'") from error
 
 
 class _Node:

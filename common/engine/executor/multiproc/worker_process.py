@@ -129,7 +129,7 @@ class RankProcess:
         parallel = launch.config.parallel
         size = parallel.tensor_parallel_size
         self._is_last = launch.rank >= parallel.num_ranks - size  # of the last stage
-        self._answers = launch.rank == parallel.num_ranks - size
+        self._answers = launch.rank == parallel.answering_rank
         self._receive = calls.receive if launch.ring is None else RingReader(RingDescriptors(*launch.ring), calls).read
         self._digests = RankDigests(launch.digests, launch.rank, parallel.num_ranks, size)
         self._tells_digests = launch.ring is None and launch.rank % parallel.ranks_per_node == 0
@@ -160,7 +160,7 @@ class RankProcess:
         if launch.factory == WORKER:
             from common.engine.model.loader import identify_model
 
-            digest = identify_model(config.model, config.parallel.device_of(launch.rank))
+            digest = identify_model(config.model, config.parallel.device_of(launch.rank, config.data_parallel_rank))
         rendezvous = ""
         if launch.store_host:
             from common.engine.executor.multiproc.rendezvous import host_store
@@ -184,8 +184,11 @@ class RankProcess:
                     began = time.perf_counter()
                     if not self._is_last:
                         worker.note_sampled(sampled)
-                    result = encode(StepDone(self._run_step(worker, step)))
-                    self._digests.end_step(message.encoded, result)
+                    output = self._run_step(worker, step)
+                    result = encode(StepDone(output))
+                    own = output.drafts or output.proposer_failure  # of the rank that answers
+                    alike = encode(StepDone(output.without_drafts())) if own else result
+                    self._digests.end_step(message.encoded, alike)
                     if self._tells_digests:
                         self._transfers.tell(StepDigest(*self._digests.last))
                     if step.num_scheduled_tokens:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from common.engine.contract.step import ModelRunnerOutput, SchedulerOutput
 from common.engine.core import EngineCore
 from common.engine.executor.base import Executor
@@ -348,12 +348,12 @@ def test_number_of_blocks(cache: CacheConfig, num_blocks: int) -> None:
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (EngineConfig(cache=CacheConfig(block_size=4, kv_cache_memory=BYTES_PER_BLOCK)), ["kv_cache_memory"]),
+        (EngineConfig(cache=CacheConfig(block_size=4, kv_cache_memory=BYTES_PER_BLOCK)), ["--kv-cache-memory"]),
         (
             EngineConfig(model=ModelConfig(max_model_len=29), cache=CacheConfig(block_size=4, num_blocks=8)),
-            ["max_model_len", "kv_cache_memory", str(9 * BYTES_PER_BLOCK)],
+            ["--max-model-len", "--kv-cache-memory", str(9 * BYTES_PER_BLOCK)],
         ),
-        (EngineConfig(model=ModelConfig(max_model_len=5000)), ["max_model_len", "4096"]),
+        (EngineConfig(model=ModelConfig(max_model_len=5000)), ["--max-model-len", "4096"]),
     ],
 )
 def test_settings_that_do_not_fit(config: EngineConfig, names: list[str]) -> None:
@@ -476,4 +476,28 @@ def test_the_logits_of_drafts_are_bounded() -> None:
     core, executor = _drafting_core(200, max_num_batched_tokens=4096)
     rows = [sum(step.num_scheduled_tokens.values()) for step in executor.steps if step.drafts]
     assert 200 < max(rows) <= MAX_PROMPT_ROWS
+    core.close()
+
+
+class SlowExecutor(FakeExecutor):
+    """Says that its steps take 50 ms for each token."""
+
+    def measure_steps(self) -> list[tuple[int, float]]:
+        return [(tokens, 0.05 * tokens) for tokens in (1, 64, 128)]
+
+
+@pytest.mark.parametrize(("executor", "most"), [("multiproc", 160), ("inproc", 512)])
+def test_no_step_of_slow_ranks_comes_near_their_timeout(executor: str, most: int) -> None:
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4, num_blocks=256),
+        scheduler=SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4, target_itl_ms=None),
+        parallel=ParallelConfig(executor=executor, step_timeout_s=30),
+    )
+    core = create_core(config, SlowExecutor(block_size=4))
+    core.add_request(request(prompt=[1] * 600))
+    longest = 0
+    while core.has_work:
+        core.step()
+        longest = max(longest, core.stats().last_step_tokens)
+    assert most * 0.8 < longest <= most
     core.close()

@@ -121,6 +121,15 @@ async def test_ignored_fields_change_nothing(cluster):
     assert plain.prompt_token_ids == with_ignored.prompt_token_ids
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_speculation_is_turned_off_on_pods(cluster, path):
+    for value, sent in ((None, True), (True, True), (False, False)):
+        assert (await cluster.post(path, **BODIES[path], speculative=value)).status_code == 200
+        assert cluster.decode[0].submits[-1].request.sampling.speculative is sent
+    response = await cluster.post(path, **BODIES[path], speculative="no")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "speculative")
+
+
 @pytest.mark.parametrize(
     ("path", "name", "hint"),
     [

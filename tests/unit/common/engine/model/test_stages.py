@@ -9,18 +9,11 @@ from transformers import AutoModelForCausalLM
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.model.kv_groups import share_blocks
 from common.engine.model.probe import probe_model
-from common.engine.model.stage_links import OneStage
 from common.engine.model.stages import cut_stage, share_layers
 from common.errors import ConfigError
 from tests.tiny_models import random_model, reference_model, tiny_config, tiny_model_dir
 
 CUT = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-
-
-class Links(OneStage):
-    def __init__(self, stage, num_stages):
-        self.stage = stage
-        self.num_stages = num_stages
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 9))
@@ -67,7 +60,7 @@ def stages_of(directory, num_stages):
     for number in range(num_stages):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         model.load_state_dict(whole)
-        yield model.eval(), cut_stage(model, Links(number, num_stages))
+        yield model.eval(), cut_stage(model, number, num_stages)
 
 
 def passed_through(stages, inputs):
@@ -106,7 +99,7 @@ def test_what_a_model_does_to_its_embeddings_is_done_once(class_name, tmp_path):
 def test_a_model_without_a_plan_is_refused(name):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(name))
     with pytest.raises(ConfigError, match="has no plan of how to cut it into stages") as raised:
-        cut_stage(model, Links(0, 2))
+        cut_stage(model, 0, 2)
     assert raised.value.param == "pipeline_parallel_size"
 
 

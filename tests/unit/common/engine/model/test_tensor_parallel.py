@@ -300,7 +300,7 @@ def test_a_degree_that_does_not_divide_is_refused(error_of, tmp_path, size, over
     assert error_of(size, directory) == (
         "ConfigError",
         "tensor_parallel_size",
-        f"tensor_parallel_size: {reason}",
+        f"--tensor-parallel-size: {reason}",
     )
 
 
@@ -336,7 +336,7 @@ def test_a_quantised_checkpoint_is_refused(run, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     answers = run(2, tmp_path)  # the one that refuses may be gone before the other has met it
-    assert "tensor_parallel_size: checkpoints that are quantised are supported for one rank only" in [
+    assert "--tensor-parallel-size: checkpoints that are quantised are supported for one rank only" in [
         answer["message"] for answer in answers
     ]
 

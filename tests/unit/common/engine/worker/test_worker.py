@@ -115,12 +115,12 @@ def test_kv_cache_that_cannot_be_had_is_a_setting_error():
 def test_more_threads_than_the_machine_has_cores_are_refused(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     model = ModelConfig(model=str(tiny_model_dir("llama")), num_threads=5)
-    with pytest.raises(ConfigError, match="num_threads: 5, but this process has 4 cores"):
+    with pytest.raises(ConfigError, match="--num-threads: 5, but this process has 4 cores"):
         InprocExecutor(EngineConfig(model=model)).load_model()
 
 
 def test_more_than_one_rank_is_refused():
-    with pytest.raises(ConfigError, match="tensor_parallel_size: 2, but executor inproc has one") as raised:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: 2, but executor inproc has one") as raised:
         InprocExecutor(EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)))
     assert raised.value.param == "tensor_parallel_size"
 

@@ -33,7 +33,7 @@ def test_a_rank_has_its_device(monkeypatch, parallel, rank, chosen):
 def test_a_device_that_does_not_exist_is_a_setting_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="rank_devices: 1, but there are 1 GPUs"):
+    with pytest.raises(ConfigError, match="--rank-devices: 1, but there are 1 GPUs"):
         Worker(EngineConfig(parallel=ParallelConfig(rank_devices=[1]))).load_model()
 
 

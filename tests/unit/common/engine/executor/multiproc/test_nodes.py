@@ -24,7 +24,8 @@ from common.engine.executor.multiproc.executor import MultiprocExecutor, check_m
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
 from common.engine.executor.multiproc.node import connect
 from common.engine.executor.multiproc.nodes import Nodes
-from common.engine.executor.multiproc.protocol import JoinNode, JoinRank, encode
+from common.engine.executor.multiproc.protocol import Decoder, JoinNode, JoinRank, ToNode, encode
+from common.engine.launch import EngineFailed
 from common.engine.messages import AddRequest
 from common.errors import EngineDeadError, ModelLoadError
 from common.types import RequestId, SamplingParams
@@ -164,6 +165,27 @@ def test_a_machine_with_other_settings_is_refused(tmp_path: Path) -> None:
             assert "node 1 (127.0.0.1) has nnodes 3, node 0 has 2" in other.end()
     finally:
         nodes.close()
+
+
+def test_the_end_of_the_wait_says_who_was_refused_unless_a_corrected_machine_came(tmp_path: Path) -> None:
+    config = on_nodes(config_of(6), tmp_path, nnodes=3, join_timeout_s=0.01, node_timeout_s=DEADLINE_S)
+    nodes = Nodes(config, [1, 2], lambda error: None)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(nodes.close)
+        for number, version in ((1, "0.0.1"), (2, "0.0.1"), (2, __version__)):
+            channel = connect(config)
+            cleanup.callback(channel.close)
+            channel.send(encode(JoinNode(number, 3, 6, version)))
+            if version != __version__:
+                assert isinstance(Decoder[ToNode](ToNode)(channel.receive()), EngineFailed)
+        with nodes._changed:
+            assert nodes._changed.wait_for(lambda: 2 in nodes._links, DEADLINE_S)
+        with pytest.raises(EngineDeadError) as raised:
+            nodes.wait()
+    assert raised.value.message == (
+        "node 1 of 3 did not join within 0.01 s (join_timeout_s); refused: node 1 (127.0.0.1) has version 0.0.1, "
+        f"node 0 has {__version__}"
+    )
 
 
 def assert_refused(config: EngineConfig, greeting: bytes) -> None:
