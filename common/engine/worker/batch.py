@@ -59,7 +59,7 @@ class BatchPacker:
         the batch count as computed from here on. A request with drafts is as many decodes as it computes tokens."""
         table, block_size = self._table, self._block_size
         last = self._last
-        if last is not None and last.is_repeated(num_scheduled_tokens, table.version):
+        if last is not None and not drafts and last.is_repeated(num_scheduled_tokens, table.version):
             layout = last.one_token_later()
         else:
             layout = _lay_out(table, num_scheduled_tokens, drafts)
