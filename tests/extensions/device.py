@@ -43,6 +43,9 @@ class ExampleOperators:
     def embed(self, table: torch.Tensor) -> Embed:
         return lambda token_ids: (table[token_ids].float(), table.new_zeros(len(token_ids), table.shape[1]))
 
+    def resume(self, dtype: torch.dtype) -> Embed:
+        return lambda stream: (stream.to(torch.float32, copy=True), torch.zeros_like(stream, dtype=dtype))
+
     def linear(self, linear: AnyLinear) -> PerToken:
         return linear
 

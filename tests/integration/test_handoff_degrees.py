@@ -21,9 +21,17 @@ from common.engine.executor.fake import TWO_GROUPS, FakeExecutor, expected_token
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
 from common.types import SamplingParams
 from kv_store.registry import create_connector
+from tests.integration import window_groups
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, check_integrity, generate
 from tests.redis_server import RedisServer, running_redis
-from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
+from tests.tiny_models import (
+    SLIDING_WINDOW,
+    prompt_of,
+    random_model,
+    reference_generate,
+    tiny_config,
+    tiny_model_dir,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)  # so many that blocks fall out of the window
 LENGTHS = (1, BLOCK_SIZE, 3 * CHUNK - 1, 5 * CHUNK + 5)
@@ -36,6 +44,13 @@ CUTS = [
     pytest.param((2, ()), (1, (1, 2)), marks=pytest.mark.cell(degrees="2 to 1x2")),
     pytest.param((2, (1, 1, 1)), (4, (1, 2)), marks=pytest.mark.cell(degrees="2x3 to 4x2")),
 ]
+FOUR_LAYERS = {  # of which every other has a window
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": SLIDING_WINDOW,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +154,14 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KVConnectorConf
     return KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
 
 
-def config_of(connector: KVConnectorConfig, num_ranks: int, model: str = "", num_stages: int = 1) -> EngineConfig:
+def config_of(
+    connector: KVConnectorConfig, num_ranks: int, model: str = "", num_stages: int = 1, executor: str = "inproc"
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=model, dtype="float32", max_model_len=256),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=128),
         scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
-        parallel=ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages),
+        parallel=ParallelConfig(executor=executor, tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages),
         connector=connector,
     )
 
@@ -182,6 +199,28 @@ def test_tokens_of_models_are_those_of_transformers(
     with producer, consumer:
         decoded = handed_over(producer, consumer, prompts)
     assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
+
+
+@pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
+def test_window_groups_over_stages(connector: KVConnectorConfig, tmp_path: Path) -> None:
+    """Alone, and from two stages to one and back."""
+    directory = tmp_path / "model"
+    random_model(tiny_config("Gemma2Config", **FOUR_LAYERS)).save_pretrained(directory)
+    first, second = (
+        InprocClient(config_of(connector, 1, str(directory), num_stages, f"{window_groups.__name__}:create_executor"))
+        for num_stages in (1, 2)
+    )
+    prompts = [[prompt_of(length, seed=seed) for length in LENGTHS] for seed in range(3)]
+    with first, second:
+        assert [len(engine.spec.layout.groups) for engine in (first, second)] == [2, 2]
+        found = [
+            generate(second, prompts[0], GREEDY),
+            handed_over(first, second, prompts[1]),
+            handed_over(second, first, prompts[2]),
+        ]
+    assert found == [
+        [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in some] for some in prompts
+    ]
 
 
 def handed_over(producer: InprocClient, consumer: InprocClient, prompts: list[list[int]]) -> list[list[int]]:

@@ -8,39 +8,56 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.engine.llm import LLM, Completion
+from common.engine.llm import LLM
+from common.engine.messages import AddRequest
+from common.engine.scheduler import scheduler
 from common.errors import EngineDeadError
-from common.types import Constraint, SamplingParams
+from common.types import RequestId, SamplingParams
+from tests.integration.handoff_rig import check_integrity
+from tests.integration.handoff_rig import generate as generate_tokens
+from tests.integration.ranks_rig import assert_same, generate, open_llm
+from tests.integration.speculation_rig import AllDrafts
 from tests.rank_processes import ranks_of
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
-MAX_TOKENS = 24
-PARAMS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, num_logprobs=2),
-    "drawn": SamplingParams(temperature=1.1, seed=7, top_p=0.9, max_tokens=MAX_TOKENS),
-    "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=MAX_TOKENS),
-    "regex": SamplingParams(
-        temperature=0.9, seed=1, max_tokens=MAX_TOKENS, structured_outputs=Constraint.regex("[a-f]{9}")
-    ),
-    "prompt": SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1),
-}
-PROMPT = "The capital of France is"
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[LLM]:
+    """Two stages, with drafts, all of which are verified."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scheduler, "DraftDepth", AllDrafts)
+        with open_llm(pipeline_parallel_size=2, speculative="tests.extensions.proposer:create") as llm:
+            yield llm
 
 
-def generate(num_stages: int) -> dict[str, Completion]:
-    with LLM(dtype="float32", num_blocks=64, pipeline_parallel_size=num_stages) as llm:
-        answers = llm.generate([PROMPT] * len(PARAMS), list(PARAMS.values()), use_tqdm=False)
-        assert llm.check_integrity().violations == []
-    return dict(zip(PARAMS, answers, strict=True))
+@pytest.mark.cell(feature="sampling, log probabilities, structured output, drafts", degrees="1x2")
+def test_two_stages_say_what_one_says(pair: LLM) -> None:
+    with open_llm() as llm:
+        alone = generate(llm)
+    assert_same(generate(pair), alone)
+    stats = pair._client.stats()
+    assert stats.decode_steps.num_tokens > stats.num_generation_tokens  # drafts, some of them wrong
 
 
-@pytest.mark.cell(feature="sampling, log probabilities, structured output", degrees="1x2")
-def test_two_stages_say_what_one_says() -> None:
-    alone, together = generate(1), generate(2)
-    for name in PARAMS:
-        assert together[name].token_ids == alone[name].token_ids, name
-    assert len(together["regex"].text) == 9
-    assert len(together["prompt"].prompt_logprobs or []) == len(alone["prompt"].prompt_logprobs or []) > 0
+@pytest.mark.cell(feature="requests that end while steps run", degrees="1x2")
+def test_requests_may_leave_steps_in_flight_and_come_back(pair: LLM) -> None:
+    """Under the same ids, and with prompts of which the cache has nothing, all and some."""
+    client, params = pair._client, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    first, second = ([prompt_of(length, seed=seed) for length in (5, 40, 9, 21)] for seed in (1, 2))
+    second[1] = first[1] + second[1]
+    expected = generate_tokens(client, second, params)
+    pair.reset_prefix_cache()
+    ids = [RequestId(f"local-{number}") for number in range(len(first))]
+    for request_id, prompt in zip(ids, first, strict=True):
+        client.add_request(AddRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params))
+    for _ in range(5):  # a step begins before the one before it is over
+        client.step()
+        assert client.check_integrity().violations == []
+    client.abort_requests(ids)
+    for _ in range(2):
+        assert generate_tokens(client, second, params) == expected
+    assert client.stats().prefix_cache_hits >= 48
+    check_integrity(client)
 
 
 @pytest.mark.cell(feature="{architecture}", degrees="{num_ranks}x{num_stages}", fault="preemption")

@@ -13,7 +13,7 @@ from common.engine.devices.attention import AttentionMetadata
 class DecodeInputs(NamedTuple):
     """Inputs of a forward pass over decodes."""
 
-    input_ids: torch.Tensor  # [num_decodes]
+    tokens: torch.Tensor  # [num_decodes], their ids; or [num_decodes, size], what the stage before passes on
     positions: torch.Tensor  # [num_decodes], see PackedBatch
     attention: AttentionMetadata
 
@@ -23,7 +23,8 @@ class RecordedStepError(RuntimeError):
 
 
 Forward = Callable[[DecodeInputs], torch.Tensor]
-"""Returns logits [num_decodes, vocabulary]; reads nothing of the host's that differs from step to step."""
+"""Returns logits [num_decodes, vocabulary], or what goes to the next stage, [num_decodes, size]; reads nothing of the
+host's that differs from step to step. It may overwrite inputs in fixed places."""
 
 
 class DecodeLimits(NamedTuple):
@@ -32,25 +33,27 @@ class DecodeLimits(NamedTuple):
     max_num_seqs: int
     max_model_len: int
     block_size: int
+    token_shape: tuple[int, ...] = ()  # of each of DecodeInputs.tokens
+    token_dtype: torch.dtype = torch.int64
 
 
 class RecordedDecodes(Protocol):
     """Decode steps that were recorded, to be run as one call each."""
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
-        """Logits [num_decodes, vocabulary], valid until the next run; None if the step cannot be run this way. Raises
-        RecordedStepError; the step is to be computed again then, as it may have written wrong KV."""
+        """The results, valid until the next run; None if the step cannot be run this way. Raises RecordedStepError; the
+        step is to be computed again then, as it may have written wrong KV."""
 
 
 class FixedInputs:
     """Inputs of up to `most` decodes in fixed places."""
 
-    def __init__(self, most: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        self.input_ids = torch.zeros(most, dtype=torch.int64, device=device)
+    def __init__(self, most: int, limits: DecodeLimits, device: torch.device) -> None:
+        self.tokens = torch.zeros((most, *limits.token_shape), dtype=limits.token_dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.slots = torch.full((most,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(most, dtype=torch.int64, device=device)
-        width = -(-(max_model_len + 1) // block_size)
+        width = -(-(limits.max_model_len + 1) // limits.block_size)
         self.block_tables = torch.zeros((most, width), dtype=torch.int64, device=device)
 
     def first(self, size: int, seq_lens: Sequence[int], *, has_drafts: bool = False) -> DecodeInputs:
@@ -64,4 +67,4 @@ class FixedInputs:
             slot_mapping=self.slots[:size],
             has_drafts=has_drafts,
         )
-        return DecodeInputs(self.input_ids[:size], self.positions[:size], metadata)
+        return DecodeInputs(self.tokens[:size], self.positions[:size], metadata)

@@ -40,6 +40,9 @@ class Operators(Protocol):
         """Embeddings from a table [vocabulary, size]; or of the tokens from `first` on, which the last row, of zeros,
         follows for all others."""
 
+    def resume(self, dtype: torch.dtype) -> Embed:
+        """Takes the residual stream of the stage before in place of token ids."""
+
     def linear(self, linear: AnyLinear) -> PerToken:
         """The linear layer; its own weight may be given up."""
 

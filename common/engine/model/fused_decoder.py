@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -49,14 +50,15 @@ class FusedDecoder:
     def __init__(self, model: Any, probed: ProbedModel, operators: Operators, stage: Stage) -> None:
         base = model.model
         self._operators = operators
-        self._begin = _embedding(operators, base.embed_tokens) if stage.is_first else _continued(model.dtype)
+        self._begin = _embedding(operators, base.embed_tokens) if stage.is_first else operators.resume(model.dtype)
         self._rotary = _RotaryTables(base.rotary_emb, model.device)
         parts = zip(stage.layers, probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
         for index, args, num_heads in parts:
             self._layers.append(_Layer.of(base.layers[index], args, num_heads, operators))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
-        self._end = _logits(operators, base.norm, model) if stage.is_last else torch.add
+        norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), model.dtype)
+        self._end = partial(_logits, norm, _linear(operators, model.lm_head)) if stage.is_last else partial(_add, norm)
         model.lm_head = nn.Identity()
 
     @torch.inference_mode()
@@ -260,20 +262,14 @@ def _embedding(operators: Operators, module: nn.Module) -> Embed:
     return embed
 
 
-def _continued(dtype: torch.dtype) -> Embed:
-    """Takes the residual stream of the stage before."""
-
-    def begin(stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = stream.to(torch.float32, copy=True)  # it is written to
-        return hidden, torch.zeros_like(hidden, dtype=dtype)
-
-    return begin
+def _logits(norm: AddNorm, head: PerToken, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    return head(norm(hidden, delta))
 
 
-def _logits(operators: Operators, norm: nn.Module, model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    final_norm = operators.add_norm(cast("RMSNorm", rms_norm_of(norm)), model.dtype)
-    head = _linear(operators, model.lm_head)
-    return lambda hidden, delta: head(final_norm(hidden, delta))
+def _add(norm: AddNorm, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The residual stream for the next stage. By the kernel for both, whose norm is of no use here."""
+    norm(hidden, delta)
+    return hidden
 
 
 def _has_parts(module: Any, names: set[str]) -> bool:

@@ -27,7 +27,7 @@ from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
-from common.engine.model.kv_groups import GroupLayers, all_in_one
+from common.engine.model.kv_groups import GroupLayers, all_in_one, share_blocks
 from common.engine.model.parallel_plan import Place, heads_of, refused
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.model.rank_loader import load_rank, outline_of
@@ -73,12 +73,8 @@ class LoadedModel:
     config: dict[str, Any]  # config.json
     weight_files: list[Path]
     directory: Path
+    layers_by_stage: tuple[int, ...]  # see KVLayout
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
-
-    @property
-    def layers_by_stage(self) -> tuple[int, ...]:
-        """See KVLayout."""
-        return tuple(map(len, self.stage.runs)) if len(self.stage.runs) > 1 else ()
 
 
 def load_model(
@@ -113,10 +109,8 @@ def load_model(
     model, stage, probed = found.model, found.stage, found.probed
     if quantized is not None or is_cut:  # else weights that were given up are of mapped files
         _return_freed_memory()
-    kv_groups = group_layers(probed)
-    kv_spec = replace(probed.spec, num_layers=len(kv_groups[0].layers))
-    if links.num_stages > 1:  # whose layers are in one group
-        kv_groups = tuple(replace(group, layers=tuple(range(stage.num_layers))) for group in kv_groups)
+    kv_groups = _group(probed, links, group_layers)
+    layers_by_stage = share_blocks(kv_groups, stage.runs)
     if ranks.size > 1:
         kv_groups = _of_all_ranks(kv_groups, model, probed, ranks.size)
     text_config = model.config.get_text_config()
@@ -135,7 +129,8 @@ def load_model(
         ranks=ranks,
         dtype=model.dtype,
         kv_groups=kv_groups,
-        kv_spec=kv_spec,
+        kv_spec=replace(probed.spec, num_layers=layers_by_stage[links.stage]),
+        layers_by_stage=layers_by_stage if links.num_stages > 1 else (),
         attention_modules=[] if found.decoder else probed.attention_modules,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
@@ -307,7 +302,7 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     model, stage = _load(source)
     operators = device.operators()
     probed = probe_model(model, stage) if operators is not None and can_fuse(model, operators, stage) else None
-    if probed is not None and len(group_layers(probed)) > 1:
+    if probed is not None and len(_group(probed, source.links, group_layers)) > 1:
         probed = None  # a fused decoder takes one block table
     if batch_invariant and probed is None:
         raise ConfigError.of("batch_invariant", "only with compiled kernels, for models of the Llama kind")
@@ -344,6 +339,11 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
             _warn_of_kernels(error)
             failed = True
     return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed)
+
+
+def _group(probed: ProbedModel, links: StageLinks, group_layers: GroupLayers) -> tuple[KVGroupSpec, ...]:
+    """The groups of the layers of all stages."""
+    return group_layers(probed.spec, links.join([args.sliding_window for args in probed.attention_args]))
 
 
 def _warn_of_kernels(error: Exception) -> None:

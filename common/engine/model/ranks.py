@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from common.engine.devices.ranks import Ranks, joined
 from common.errors import EngineDeadError
 
-_LOAD_TIMEOUT = timedelta(hours=1)  # a driver ends ranks earlier that wait for one that is gone
+LOAD_TIMEOUT = timedelta(hours=1)  # a driver ends ranks earlier that wait for one that is gone
 _LOOPBACK = "127.0.0.1"  # of ranks of one host; nothing of theirs is seen on the network
 
 
@@ -68,7 +68,7 @@ class GlooRanks:
 
     def wait_for_all(self) -> None:
         """See Ranks."""
-        self._meet(_LOAD_TIMEOUT)
+        self._meet(LOAD_TIMEOUT)
 
     def open_store(self, name: str) -> Store:
         """See Ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
+from common.engine.model.ranks import LOAD_TIMEOUT
 from common.errors import EngineDeadError
 
 _LOOPBACK = "127.0.0.1"
@@ -23,6 +25,10 @@ class StageLinks(Protocol):
 
     stage: int
     num_stages: int
+
+    def join(self, own: Sequence[int | None]) -> list[int | None]:
+        """What all stages have, in their order. Each gives the same whenever it is called. Waits for the others, also
+        if that takes minutes, as loading weights may."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """What the stage before has sent, on the host."""
@@ -39,6 +45,10 @@ class OneStage:
 
     stage = 0
     num_stages = 1
+
+    def join(self, own: Sequence[int | None]) -> list[int | None]:
+        """See StageLinks."""
+        return list(own)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See StageLinks."""
@@ -69,6 +79,7 @@ class GlooStageLinks:
         `join_timeout_s`. Each receipt must be over within `timeout_s`."""
         self.stage = stage
         self.num_stages = num_stages
+        self._store = store
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()  # what the next stage may not have taken yet
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
@@ -76,6 +87,14 @@ class GlooStageLinks:
         store.set_timeout(timedelta(seconds=join_timeout_s))
         with self._failures():
             self._group: Any = ProcessGroupGloo(store, stage, num_stages, options)
+
+    def join(self, own: Sequence[int | None]) -> list[int | None]:
+        """See StageLinks. At the store."""
+        keys = [f"of stage {stage}" for stage in range(self.num_stages)]
+        with self._failures():
+            self._store.set(keys[self.stage], json.dumps(own))
+            self._store.wait(keys, LOAD_TIMEOUT)
+            return [each for key in keys for each in json.loads(self._store.get(key))]
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See StageLinks."""

@@ -31,7 +31,6 @@ class Stage:
         """`runs`: the layers of each stage."""
         self.runs = tuple(runs)
         self.layers = runs[number]
-        self.num_layers = runs[-1].stop
         self.hidden_size = hidden_size
         self.is_first = number == 0
         self.is_last = number == len(runs) - 1

@@ -137,7 +137,8 @@ class Request:
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Known tokens that no step has computed or is computing; 1 when it is to decode."""
+        """Known tokens that no step has computed or is computing; 1 when it is to decode. Less than none while a step
+        in flight verifies drafts."""
         return len(self.token_ids) - self.num_scheduled_tokens
 
     def has_computed(self, num_tokens: int) -> None:

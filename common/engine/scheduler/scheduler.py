@@ -248,10 +248,10 @@ class Scheduler:
         block_size, decode, running = self._block_size, plan.decode, RequestStatus.RUNNING
         for request in self._running.copy():  # preemption changes the batch
             num_scheduled = request.num_scheduled_tokens
-            num_left = len(request.token_ids) - num_scheduled
+            num_left = len(request.token_ids) - num_scheduled  # below 0 while a step in flight verifies drafts
             if num_left > 1:
                 prompts.append(request)
-            elif not num_left or request.awaits_mask or request.status is not running or len(plan.scheduled) == most:
+            elif num_left < 1 or request.awaits_mask or request.status is not running or len(plan.scheduled) == most:
                 pass  # a step in flight samples its next token, its mask is late, it was preempted, or is not its turn
             elif num_scheduled % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
                 decode(request, num_scheduled)
@@ -518,7 +518,7 @@ class Scheduler:
     def has_unscheduled(self) -> bool:
         """Whether a step beside those in flight may compute something."""
         return self._has_more_to_decide or any(
-            request.num_unscheduled_tokens and not request.awaits_mask for request in self._running
+            request.num_unscheduled_tokens > 0 and not request.awaits_mask for request in self._running
         )
 
     @property

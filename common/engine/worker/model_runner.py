@@ -235,19 +235,24 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]; see Stage.forward."""
         num_tokens = batch.input_ids.shape[0]
-        ids = batch.input_ids if self._stage.is_first else self._receive(num_tokens)
-        inputs = DecodeInputs(ids, batch.positions, batch.attention)
+        tokens = batch.input_ids if self._stage.is_first else self._receive(num_tokens)
+        inputs = DecodeInputs(tokens, batch.positions, batch.attention)
         keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
         if keeps_all and self._recorded is not None and batch.attention.num_decodes == num_tokens:
-            logits = self._run_recorded(self._recorded, inputs)
-            if logits is not None:
-                return logits[:, : self._loaded.vocab_size]
+            found = self._run_recorded(self._recorded, inputs)
+            if found is not None:
+                return found[:, : self._loaded.vocab_size] if self._stage.is_last else found.clone()
         return self._compute(inputs, None if keeps_all or not self._stage.is_last else batch.logits_index)
 
     def _receive(self, num_tokens: int) -> torch.Tensor:
         """Hidden states of the stage before."""
-        dtype = self._loaded.dtype if self._loaded.decoder is None else torch.float32
-        return self._links.receive((num_tokens, self._stage.hidden_size), dtype).to(self._kv_cache.device)
+        hidden = self._links.receive((num_tokens, self._stage.hidden_size), self._passed_dtype)
+        return hidden.to(self._kv_cache.device)
+
+    @property
+    def _passed_dtype(self) -> torch.dtype:
+        """Of what goes from stage to stage."""
+        return self._loaded.dtype if self._loaded.decoder is None else torch.float32
 
     def _run_recorded(self, recorded: RecordedDecodes, inputs: DecodeInputs) -> torch.Tensor | None:
         try:
@@ -271,7 +276,7 @@ class ModelRunner:
             backend.begin_step(batch)
         found = self._stage.forward(
             self._loaded.model,
-            inputs.input_ids,
+            inputs.tokens,
             inputs.positions.unsqueeze(-2),  # [1, tokens], or [dimensions, 1, tokens]
             0 if wanted is None else wanted,  # 0 keeps all
         )
@@ -283,6 +288,8 @@ class ModelRunner:
         if self._loaded.position_dims > 1 or len(self._attentions) > 1:
             return
         limits = DecodeLimits(self._max_num_seqs, self.max_model_len, self._block_size)
+        if not self._stage.is_first:
+            limits = limits._replace(token_shape=(self._stage.hidden_size,), token_dtype=self._passed_dtype)
         try:
             self._recorded = self._loaded.device.record_decodes(
                 lambda inputs: self._compute(inputs, None), self._loaded.kernels, limits

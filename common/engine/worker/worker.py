@@ -143,7 +143,7 @@ class Worker:
             proposer=self._guarded_proposer(self._loaded.vocab_size),
             links=self._links,
         )
-        can_record = self._ranks.can_record and self._links.num_stages == 1 and self._experts is None
+        can_record = self._ranks.can_record and self._experts is None
         if not self._config.model.enforce_eager and can_record:
             self._runner.record_decodes()
 

@@ -14,7 +14,7 @@ import torch
 
 from common.engine.devices.cpu.kernels.compiled import CannotRecordError
 from common.engine.devices.cpu.kernels.program import Program, Workspace, recording
-from common.engine.devices.decode_inputs import DecodeInputs, FixedInputs, Forward, RecordedStepError
+from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, FixedInputs, Forward, RecordedStepError
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ _MOST = 64  # sequences: each size is recorded by itself, and what a recording s
 class DecodePrograms:
     """Recorded decode steps of one model over one KV cache."""
 
-    def __init__(self, forward: Forward, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, forward: Forward, limits: DecodeLimits) -> None:
         self._forward = forward
-        self._max_model_len = max_model_len
-        self._fixed = FixedInputs(max_num_seqs, max_model_len, block_size, torch.device("cpu"))
-        self._workspace = Workspace(max_num_seqs)
-        self._most = min(_MOST, max_num_seqs)  # decodes of a step that is recorded
-        self._longest = min(_SHORTEST, max_model_len)  # sequence that the recorded steps take
+        self._max_model_len = limits.max_model_len
+        self._fixed = FixedInputs(limits.max_num_seqs, limits, torch.device("cpu"))
+        self._workspace = Workspace(limits.max_num_seqs)
+        self._most = min(_MOST, limits.max_num_seqs)  # decodes of a step that is recorded
+        self._longest = min(_SHORTEST, limits.max_model_len)  # sequence that the recorded steps take
         self._steps: dict[tuple[int, bool], _Recorded] = {}  # by batch size and whether there are drafts
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
@@ -45,7 +45,7 @@ class DecodePrograms:
             return self._first(inputs)
         _stage(step.places, inputs)
         step.program.run()
-        return step.logits
+        return step.results
 
     def _make_room(self, seq_len: int) -> None:
         if seq_len > self._longest:
@@ -66,26 +66,26 @@ class DecodePrograms:
             return expected
         expected = expected.clone()
         step.program.run()
-        if not torch.equal(step.logits, expected):
+        if not torch.equal(step.results, expected):
             raise RecordedStepError(f"the recorded step of {size} sequences computes something else")
         self._steps[size, has_drafts] = step
         return expected
 
     def _record(self, places: DecodeInputs) -> _Recorded:
         with recording(self._workspace) as recorded:
-            logits = self._forward(places)
-        return _Recorded(Program(recorded), places, logits)
+            results = self._forward(places)
+        return _Recorded(Program(recorded), places, results)
 
 
 class _Recorded(NamedTuple):
     program: Program
     places: DecodeInputs  # of the inputs
-    logits: torch.Tensor  # where they are afterwards
+    results: torch.Tensor  # where they are afterwards
 
 
 def _stage(places: DecodeInputs, inputs: DecodeInputs) -> None:
     own, attention = places.attention, inputs.attention
-    places.input_ids.copy_(inputs.input_ids)
+    places.tokens.copy_(inputs.tokens)
     places.positions.copy_(inputs.positions)
     own.slot_mapping.copy_(attention.slot_mapping)
     own.seq_lens_tensor.copy_(attention.seq_lens_tensor)

@@ -89,9 +89,4 @@ class CpuDevice(TorchDevice):
         """See Device. Steps are recorded as their sizes are met."""
         if kernels != "fused":
             return None
-        return DecodePrograms(
-            forward,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            block_size=limits.block_size,
-        )
+        return DecodePrograms(forward, limits)

@@ -54,6 +54,10 @@ class CpuOperators:
         """See Operators."""
         return _Embed(table, first)
 
+    def resume(self, dtype: torch.dtype) -> Embed:
+        """See Operators."""
+        return partial(_resume, dtype)
+
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
         if isinstance(linear, nn.Linear):
@@ -98,6 +102,12 @@ class _Embed:
         call.point("delta", delta)
         call.run(len(token_ids), threads_for(hidden.numel()))
         return hidden, delta
+
+
+def _resume(dtype: torch.dtype, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A recorded step has a copy already."""
+    hidden = stream if is_recording() else stream.to(torch.float32, copy=True)
+    return hidden, torch.zeros_like(hidden, dtype=dtype)
 
 
 class _AddNorm:

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: the forward pass as one launch, where Python would take longer than the GPU.
 
 One graph for each of a few batch sizes; a step uses the smallest that holds it, filled up with sequences that have no
-tokens. The inputs are copied to fixed places first, and logits are found at a fixed place.
+tokens. The inputs are copied to fixed places first, and the results are found at a fixed place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from common.engine.devices.decode_inputs import DecodeInputs, FixedInputs, Forward, RecordedStepError
+from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, FixedInputs, Forward, RecordedStepError
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +33,16 @@ class DecodeGraphs:
         self,
         forward: Forward,
         record: Recorder,
+        limits: DecodeLimits,
         *,
         sizes: Sequence[int],
-        max_model_len: int,
-        block_size: int,
         device: torch.device,
     ) -> None:
         """Records them. Raises RecordedStepError, or whatever torch raises if the forward pass cannot be recorded."""
         self._most = most = max(sizes)
-        self._max_model_len = max_model_len
-        self._fixed = FixedInputs(most, max_model_len, block_size, device)
-        self._logits: torch.Tensor | None = None
+        self._max_model_len = limits.max_model_len
+        self._fixed = FixedInputs(most, limits, device)
+        self._results: torch.Tensor | None = None
         self._replays: dict[int, Callable[[], Any]] = {}
         for size in sorted(sizes, reverse=True):  # the first takes the memory that all share
             self._replays[size] = self._record(forward, record, size)
@@ -51,53 +50,57 @@ class DecodeGraphs:
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """See RecordedDecodes. None if there are too many decodes."""
-        num_decodes = len(inputs.input_ids)
+        num_decodes = len(inputs.tokens)
         size = next((size for size in self._sizes if size >= num_decodes), None)
         if size is None:
             return None
         self._stage(inputs, size)
         self._replays[size]()
-        assert self._logits is not None
-        return self._logits[:num_decodes]
+        assert self._results is not None
+        return self._results[:num_decodes]
 
     def _record(self, forward: Forward, record: Recorder, size: int) -> Callable[[], Any]:
         inputs = self._fixed.first(size, [self._max_model_len] * size)
 
         def work() -> None:
-            logits = forward(inputs)
-            if self._logits is None:
-                self._logits = logits.new_empty((self._most, logits.shape[1]))
-            self._logits[:size].copy_(logits)
+            results = forward(inputs)
+            if self._results is None:
+                self._results = results.new_empty((self._most, results.shape[1]))
+            self._results[:size].copy_(results)
 
         work()  # compiles kernels, which must not happen while recording
-        assert self._logits is not None
-        expected = self._logits[:size].clone()
+        assert self._results is not None
+        expected = self._results[:size].clone()
         replay = record(work)
-        self._logits.fill_(torch.nan)
+        self._results.fill_(torch.nan)
         replay()
-        if not torch.equal(self._logits[:size], expected):
+        if not torch.equal(self._results[:size], expected):
             raise RecordedStepError(f"a CUDA graph of {size} decodes computes something else")
         return replay
 
     def _stage(self, inputs: DecodeInputs, size: int) -> None:
         from common.engine.devices.gpu.kernels.staging import stage_decodes_kernel
 
-        attention, fixed = inputs.attention, self._fixed
+        attention, fixed, num_decodes = inputs.attention, self._fixed, len(inputs.tokens)
+        has_ids = inputs.tokens.dim() == 1
+        if not has_ids:  # what other places hold is not attended to
+            fixed.tokens[:num_decodes].copy_(inputs.tokens)
         stage_decodes_kernel[(size,)](
-            inputs.input_ids,
+            inputs.tokens,
             inputs.positions,
             attention.slot_mapping,
             attention.seq_lens_tensor,
             attention.block_tables,
-            fixed.input_ids,
+            fixed.tokens,
             fixed.positions,
             fixed.slots,
             fixed.seq_lens,
             fixed.block_tables,
-            len(inputs.input_ids),
+            num_decodes,
             attention.block_tables.shape[1],
             fixed.block_tables.shape[1],
             BLOCKS=_BLOCKS_PER_COPY,
+            HAS_IDS=has_ids,
         )
 
 

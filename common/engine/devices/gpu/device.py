@@ -105,12 +105,7 @@ class CudaDevice(TritonDevice):
             return None
         try:
             return DecodeGraphs(
-                forward,
-                CudaRecorder(),
-                sizes=graph_sizes(limits.max_num_seqs),
-                max_model_len=limits.max_model_len,
-                block_size=limits.block_size,
-                device=self.torch_device,
+                forward, CudaRecorder(), limits, sizes=graph_sizes(limits.max_num_seqs), device=self.torch_device
             )
         except RecordedStepError:
             raise

@@ -49,6 +49,10 @@ class TritonOperators:
         """See Operators."""
         return partial(_embed, table, first)
 
+    def resume(self, dtype: torch.dtype) -> Embed:
+        """See Operators."""
+        return partial(_resume, dtype)
+
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
         if isinstance(linear, QuantizedLinear):
@@ -122,6 +126,10 @@ def _embed(table: torch.Tensor, first: int | None, token_ids: torch.Tensor) -> t
         token_ids = rows_of_part(token_ids, first, len(table) - 1)
     rows = functional.embedding(token_ids, table)
     return rows.float(), torch.zeros_like(rows)
+
+
+def _resume(dtype: torch.dtype, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return stream.to(torch.float32, copy=True), torch.zeros_like(stream, dtype=dtype)
 
 
 class _AddNorm:

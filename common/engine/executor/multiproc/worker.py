@@ -8,12 +8,13 @@ from common.engine.config import EngineConfig
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.executor.multiproc.rendezvous import GRACE_S, open_rendezvous
 from common.engine.model.expert_parallel import ExpertRanks
+from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.ranks import GlooRanks
 from common.engine.model.stage_links import GlooStageLinks, OneStage, StageLinks
 from common.engine.worker.worker import Worker
 
 
-def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
+def create_worker(config: EngineConfig, rank: int, rendezvous: str, group_layers: GroupLayers = all_in_one) -> Worker:
     """See RankWorkerFactory."""
     parallel = config.parallel
     num_stages, size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -29,7 +30,8 @@ def create_worker(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
         if num_stages > 1:
             between_stages = PrefixStore(f"rank {number} of each stage", store)
             links = GlooStageLinks(between_stages, stage, num_stages, address=address, timeout_s=timeout_s)
-    return Worker(config, rank, ranks, links, experts=_join_experts(config, rank, ranks))
+    experts = _join_experts(config, rank, ranks)
+    return Worker(config, rank, ranks, links, group_layers=group_layers, experts=experts)
 
 
 def _join_experts(config: EngineConfig, rank: int, ranks: Ranks) -> ExpertRanks | None:

@@ -490,6 +490,9 @@ class FakeEngine:
         self.scheduler.masks_arrived(self._put_off)
         self._put_off.clear()
         step = self.scheduler.schedule(self.now)
+        for request_id in step.num_scheduled_tokens:
+            request, num_drafts = self.scheduler._places.live[request_id], len(step.drafts.get(request_id, []))
+            assert request.num_scheduled_tokens - num_drafts <= request.num_tokens, "it computes unknown tokens"
         self._collect(self.scheduler.take_urgent_news())
         return step
 

@@ -25,11 +25,14 @@ def stage_decodes_kernel(
     width,
     to_width,
     BLOCKS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
 ):
-    """Sequences from `num_decodes` on get no tokens and no slot. Grid: (sequences,)."""
+    """Sequences from `num_decodes` on get no tokens and no slot. HAS_IDS: else the first and the sixth argument are not
+    used. Grid: (sequences,)."""
     sequence = tl.program_id(0).to(tl.int64)
     is_real = sequence < num_decodes
-    tl.store(to_input_ids + sequence, tl.load(input_ids + sequence, mask=is_real, other=0))
+    if HAS_IDS:
+        tl.store(to_input_ids + sequence, tl.load(input_ids + sequence, mask=is_real, other=0))
     tl.store(to_positions + sequence, tl.load(positions + sequence, mask=is_real, other=0))
     tl.store(to_slots + sequence, tl.load(slots + sequence, mask=is_real, other=-1))
     tl.store(to_seq_lens + sequence, tl.load(seq_lens + sequence, mask=is_real, other=0))

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.model.kv_groups import share_blocks
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import cut_stage, share_layers
 from common.errors import ConfigError
@@ -38,6 +40,18 @@ def cheapest(costs, num_stages):
 def test_equal_costs_are_shared_out_evenly():
     assert list(map(len, share_layers([1] * 8, 4))) == [2, 2, 2, 2]
     assert sorted(map(len, share_layers([10, 1, 1, 1, 1], 3))) == [1, 2, 2]
+
+
+def group_of(*layers):
+    return KVGroupSpec(layers, 2, 16, 16, "float32")
+
+
+def test_each_stage_has_as_many_layers_of_a_block_whatever_its_group():
+    runs = [range(2), range(2, 6)]
+    assert share_blocks([group_of(*range(6))], runs) == (2, 4)
+    assert share_blocks([group_of(0, 2, 4), group_of(1, 3, 5)], runs) == (1, 2)
+    with pytest.raises(ConfigError, match=r"the stages have \[2, 1\] layers of one KV group, and \[0, 3\] of another"):
+        share_blocks([group_of(0, 1, 2), group_of(3, 4, 5)], runs)
 
 
 def stages_of(directory, num_stages):

@@ -113,6 +113,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         part_blocks=st.sampled_from([None, 1, 2]),
         prefix_caching=st.booleans(),
         runs_ahead=st.booleans(),
+        depth=st.sampled_from([1, 1, 2, 3]),
         drafts=st.sampled_from(ALL_DRAFTS),
         groups=st.sampled_from(ALL_GROUPS),
     )
@@ -124,6 +125,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
         part_blocks,
         prefix_caching,
         runs_ahead=False,
+        depth=1,
         drafts="none",
         groups=ONE_GROUP,
     ):
@@ -136,8 +138,10 @@ class DirectHandoffMachine(RuleBasedStateMachine):
                 max_num_batched_tokens=budget,
                 enable_prefix_caching=prefix_caching,
                 is_direct=True,
+                max_concurrent_batches=depth,
             ),
-            runs_ahead=runs_ahead,
+            runs_ahead=runs_ahead and depth == 1,
+            depth=depth,
             proposer=create_proposer(drafts),
             num_ranks=self.num_ranks,
         )
@@ -563,7 +567,8 @@ class DirectHandoffMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_nothing(self):
         decode, prefill = self.decode.scheduler, self.prefill.scheduler
-        if not (self.decode.is_stepping or decode.has_work or self.decode.jobs) and decode.has_unfinished:
+        is_stepping = self.decode.is_stepping or self.decode._queue
+        if not (is_stepping or decode.has_work or self.decode.jobs) and decode.has_unfinished:
             assert decode.stats().num_waiting_for_remote_kv or list(decode.port.writable_blocks)
         if not (self.prefill.is_stepping or prefill.has_work or self.prefill.jobs) and prefill.has_unfinished:
             outgoing = prefill.actor.mover._outgoing.values()

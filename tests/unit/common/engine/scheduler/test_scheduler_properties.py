@@ -71,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             watermark=watermark,
             enable_prefix_caching=prefix_caching,
+            max_concurrent_batches=depth,
             keeps_blocks=tiers != "none",
             wants_offloads=tiers == "offloaded",
         )

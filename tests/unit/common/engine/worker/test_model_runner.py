@@ -13,6 +13,7 @@ from common.engine.devices.decode_inputs import RecordedStepError
 from common.engine.worker.worker import Worker
 from common.types import SamplingParams
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
+from tests.unit.common.engine.worker.staged_worker import StagedWorker
 from tests.unit.common.engine.worker.step_driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 
 SIDES = {
@@ -20,16 +21,22 @@ SIDES = {
     "eager": {"device": "cpu", "enforce_eager": True},
     "reference": {"device": "cpu", "cpu_kernels": "reference"},
     "interpreted": {"device": "cpu"},  # Triton's kernels, on the CPU
+    "stages": {"device": "cpu"},
+    "stages-reference": {"device": "cpu", "cpu_kernels": "reference"},
+    "int8": {"device": "cpu", "quantization": "int8"},
+    "stages-int8": {"device": "cpu", "quantization": "int8"},
     "gpu": {"device": "cuda", "dtype": "float32"},
     "gpu-eager": {"device": "cuda", "dtype": "float32", "enforce_eager": True},
     "gpu-reference": {"device": "cuda", "dtype": "float32", "gpu_kernels": "reference"},
 }
 INTERPRETED = {"llama", "qwen3", "gemma2", "gpt_oss"}  # fused, with norms of heads; soft caps and windows; sinks
+SOME = {"eager": INTERPRETED, "interpreted": INTERPRETED, "stages": INTERPRETED, "stages-reference": {"llama", "phi3"}}
+NUM_STAGES = 2
 
 
 def sides_of(model):
     for side in SIDES:
-        if side not in ("interpreted", "eager") or model in INTERPRETED:
+        if "int8" not in side and model in SOME.get(side, TINY_MODELS):
             yield pytest.param((model, side), model, marks=[pytest.mark.gpu] * side.startswith("gpu"))
 
 
@@ -40,7 +47,7 @@ def worker_of(model, side="auto"):
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=16),
     )
-    worker = Worker(config)
+    worker = StagedWorker(config, NUM_STAGES, num_layers=3) if side.startswith("stages") else Worker(config)
     with pytest.MonkeyPatch.context() as patch:
         for limit in ("_MIN_WEIGHTS", "_MIN_WEIGHTS_FOR_ONE_TOKEN"):
             patch.setattr(packed_linear, limit, 0)  # these small layers are packed too, as those of real models are
@@ -138,6 +145,25 @@ def test_a_recorded_step_that_fails_is_counted_and_computed_again(monkeypatch):
     assert worker.num_failed_recordings == 0
     assert driver.run([driver.add("a", prompt_of(9))], 8) == [reference("llama", prompt_of(9), 8)]
     assert worker.num_failed_recordings == 1
+
+
+@pytest.mark.parametrize("driver", [("llama", "stages")], indirect=True)
+def test_decode_steps_of_stages_are_recorded_and_what_they_pass_on_stays(driver):
+    assert driver.run([driver.add("a", prompt_of(9))], 12) == [reference("llama", prompt_of(9), 12)]
+    for worker in driver.worker.stages:
+        assert (1, False) in worker._runner._recorded._steps
+    assert driver.worker.num_failed_recordings == 0
+    assert all((hidden == copy).all() for hidden, copy in driver.worker.links[0].sent)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"])  # fused; with weights of the output layer that are tied
+def test_stages_with_int8_weights_say_what_one_says(model):
+    prompts = [prompt_of(length) for length in (1, 9, 22)]
+    answers = []
+    for side in ("int8", "stages-int8"):
+        driver = Driver(worker_of.__wrapped__(model, side))
+        answers.append(driver.run([driver.add(f"{len(prompt)}", prompt) for prompt in prompts], 12, chunk=5))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("driver", ["qwen3"], indirect=True)

@@ -7,7 +7,7 @@ from common.engine.devices.attention import AttentionMetadata
 from common.engine.devices.cpu.decode_programs import DecodePrograms
 from common.engine.devices.cpu.kernels.compiled import Call, CannotRecordError, Kernel, is_recording, result
 from common.engine.devices.cpu.kernels.language import ElementType
-from common.engine.devices.decode_inputs import DecodeInputs, RecordedStepError
+from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, RecordedStepError
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS = 4, 1000, 5
 COLUMNS = ("input_ids", "positions", "slots", "seq_lens", "block_tables")
@@ -21,7 +21,7 @@ class Forward:
 
     def __call__(self, inputs):
         attention = inputs.attention
-        self.steps.append((len(inputs.input_ids), max(attention.seq_lens), is_recording()))
+        self.steps.append((len(inputs.tokens), max(attention.seq_lens), is_recording()))
 
         def body(b, task, a):
             for column, name in enumerate(COLUMNS[:-1]):
@@ -32,9 +32,9 @@ class Forward:
 
         arguments = dict.fromkeys(COLUMNS, ElementType.INT64) | {"table_width": None, "out": ElementType.FLOAT32}
         call = Call(Kernel("shown", arguments, body), table_width=attention.block_tables.shape[1])
-        out = result((len(inputs.input_ids), 6), torch.float32)
+        out = result((len(inputs.tokens), 6), torch.float32)
         tensors = (
-            inputs.input_ids,
+            inputs.tokens,
             inputs.positions,
             attention.slot_mapping,
             attention.seq_lens_tensor,
@@ -43,12 +43,12 @@ class Forward:
         )
         for name, tensor in zip((*COLUMNS, "out"), tensors, strict=True):
             call.point(name, tensor)
-        call.run(len(inputs.input_ids), 1)
+        call.run(len(inputs.tokens), 1)
         return out
 
 
 def programs(forward):
-    return DecodePrograms(forward, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    return DecodePrograms(forward, DecodeLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE))
 
 
 def decodes(count, longest=20):
@@ -92,7 +92,7 @@ def test_what_cannot_be_recorded_is_computed_as_usual():
     shown = Forward()
 
     def forward(inputs):
-        if is_recording() and len(inputs.input_ids) > 2:
+        if is_recording() and len(inputs.tokens) > 2:
             raise CannotRecordError
         return shown(inputs)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.engine.devices.attention import AttentionMetadata
-from common.engine.devices.decode_inputs import DecodeInputs, RecordedStepError
+from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, RecordedStepError
 from common.engine.devices.gpu.decode_graphs import DecodeGraphs, graph_sizes
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 30
@@ -15,21 +15,15 @@ def interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def graphs(forward, record=lambda work: work, sizes=(1, 2, 4)):
-    return DecodeGraphs(
-        forward,
-        record,
-        sizes=sizes,
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        device=torch.device("cpu"),
-    )
+def graphs(forward, record=lambda work: work, sizes=(1, 2, 4), **token):
+    limits = DecodeLimits(max(sizes), MAX_MODEL_LEN, BLOCK_SIZE, **token)
+    return DecodeGraphs(forward, record, limits, sizes=sizes, device=torch.device("cpu"))
 
 
 def shown(inputs):
     """Instead of logits, all that a forward pass is given."""
     attention = inputs.attention
-    columns = [inputs.input_ids, inputs.positions, attention.slot_mapping, attention.seq_lens_tensor]
+    columns = [inputs.tokens, inputs.positions, attention.slot_mapping, attention.seq_lens_tensor]
     return torch.cat([torch.stack(columns, dim=1), attention.block_tables], dim=1).float()
 
 
@@ -57,6 +51,15 @@ def test_recorded_work_sees_the_inputs_of_each_step():
         expected = shown(inputs)
         assert torch.equal(recorded.run(inputs)[:, : expected.shape[1]], expected)
     assert recorded.run(decodes(5)) is None
+
+
+def test_recorded_work_sees_what_the_stage_before_passes_on():
+    recorded = graphs(
+        lambda inputs: inputs.tokens * 2 + inputs.positions[:, None], token_shape=(6,), token_dtype=torch.float32
+    )
+    for count in (1, 3, 4, 2):
+        inputs = decodes(count)._replace(tokens=torch.rand(count, 6))
+        assert torch.equal(recorded.run(inputs), inputs.tokens * 2 + inputs.positions[:, None])
 
 
 def test_places_that_no_decode_takes_write_nothing_and_read_nothing():

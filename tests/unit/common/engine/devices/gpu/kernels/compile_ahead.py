@@ -86,7 +86,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
         yield f"best {name}", sampling.best_kernel, sizes, {"num_warps": 4}
         yield f"draw {name}", sampling.draw_kernel, sizes | parts, {"num_warps": 4}
         yield f"settle {name}", sampling.settle_kernel, sizes | parts, {"num_warps": 8}
-    yield "stage decodes", staging.stage_decodes_kernel, {"BLOCKS": 128}, {"num_warps": 4}
+    yield "stage decodes", staging.stage_decodes_kernel, {"BLOCKS": 128, "HAS_IDS": True}, {"num_warps": 4}
 
 
 def type_of(argument: str, element: str) -> str:
