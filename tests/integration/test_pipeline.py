@@ -30,10 +30,8 @@ def test_two_stages_say_what_one_says(pair: LLM) -> None:
     with open_llm() as llm:
         alone = generate(llm)
     assert_same(generate(pair), alone)
-    before = pair._client.stats()
-    assert before.decode_steps.num_tokens > before.num_generation_tokens  # drafts, some of them wrong
-    assert_same(generate(pair), alone)
-    assert pair._client.stats().prefix_cache_hits > before.prefix_cache_hits
+    stats = pair._client.stats()
+    assert stats.decode_steps.num_tokens > stats.num_generation_tokens  # drafts, some of them wrong
 
 
 def test_requests_may_leave_steps_in_flight_and_come_back(pair: LLM) -> None:
@@ -50,7 +48,9 @@ def test_requests_may_leave_steps_in_flight_and_come_back(pair: LLM) -> None:
         client.step()
         assert client.check_integrity().violations == []
     client.abort_requests(ids)
-    assert generate_tokens(client, second, params) == expected
+    for _ in range(2):
+        assert generate_tokens(client, second, params) == expected
+    assert client.stats().prefix_cache_hits >= 48
     check_integrity(client)
 
 
