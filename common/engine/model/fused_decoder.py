@@ -32,7 +32,7 @@ from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
 from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
 from common.engine.model.probe import ProbedModel
 from common.engine.model.ranks import together
-from common.engine.model.stages import Stage
+from common.engine.model.stages import Stage, device_of
 from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_bias
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -51,7 +51,7 @@ class FusedDecoder:
         base = model.model
         self._operators = operators
         self._begin = _embedding(operators, base.embed_tokens) if stage.is_first else operators.resume(model.dtype)
-        self._rotary = _RotaryTables(base.rotary_emb, model.device)
+        self._rotary = _RotaryTables(base.rotary_emb, device_of(model))
         parts = zip(stage.layers, probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
         for index, args, num_heads in parts:

@@ -20,7 +20,7 @@ from common.engine.model.attention_hook import (
     clear_layer_attention,
     set_layer_attention,
 )
-from common.engine.model.stages import Stage, check_stage
+from common.engine.model.stages import Stage, check_stage, device_of
 from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12
@@ -131,10 +131,10 @@ def _spec_of(name: str, calls: list[_Call], stage: Stage, layer_types: list[str]
 
 def _inputs_of(model: Any, stage: Stage, vocab_size: int) -> torch.Tensor:
     if stage.is_first:
-        return torch.arange(_NUM_TOKENS, device=model.device) % vocab_size
+        return torch.arange(_NUM_TOKENS, device=device_of(model)) % vocab_size
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_NUM_TOKENS, stage.hidden_size, generator=generator)
-    return hidden.to(model.device, model.dtype)
+    return hidden.to(device_of(model), model.dtype)
 
 
 def _forward(model: Any, stage: Stage, inputs: torch.Tensor) -> torch.Tensor:

@@ -148,14 +148,19 @@ def check_stage(model: Any, stage: Stage) -> None:
     hook = layer.register_forward_pre_hook(record, with_kwargs=True)
     try:
         for fill in (0.0, 1.0):
-            inputs = torch.full((2, stage.hidden_size), fill, dtype=model.dtype, device=model.device)
+            inputs = torch.full((2, stage.hidden_size), fill, dtype=model.dtype, device=device_of(model))
             with torch.inference_mode():
-                stage.forward(model, inputs, torch.arange(2, device=model.device)[None], 1)
+                stage.forward(model, inputs, torch.arange(2, device=device_of(model))[None], 1)
     finally:
         hook.remove()
     for one, other in zip(*seen, strict=True):
         if isinstance(one, torch.Tensor) and not torch.equal(one, other):
             raise refused(f"the layers of {type(model).__name__} depend on more than what the layer before computes")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its weights are. Those of quantised layers are nowhere."""
+    return next(weight.device for weight in model.parameters() if not weight.is_meta)
 
 
 def share_layers(costs: Sequence[int], num_stages: int) -> list[range]:

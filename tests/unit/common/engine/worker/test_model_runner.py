@@ -12,7 +12,7 @@ from common.engine.devices.cpu.decode_programs import DecodePrograms
 from common.engine.devices.decode_inputs import RecordedStepError
 from common.engine.worker.worker import Worker
 from common.types import SamplingParams
-from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
+from tests.tiny_models import TINY_MODELS, prompt_of, random_model, reference_generate, tiny_config, tiny_model_dir
 from tests.unit.common.engine.worker.staged_worker import StagedWorker
 from tests.unit.common.engine.worker.step_driver import BLOCK_SIZE, NUM_BLOCKS, Driver
 
@@ -31,7 +31,6 @@ SIDES = {
 }
 INTERPRETED = {"llama", "qwen3", "gemma2", "gpt_oss"}  # fused, with norms of heads; soft caps and windows; sinks
 SOME = {"eager": INTERPRETED, "interpreted": INTERPRETED, "stages": INTERPRETED, "stages-reference": {"llama", "phi3"}}
-NUM_STAGES = 2
 
 
 def sides_of(model):
@@ -42,12 +41,16 @@ def sides_of(model):
 
 @functools.lru_cache(maxsize=2)
 def worker_of(model, side="auto"):
+    return start(tiny_model_dir(model), side)
+
+
+def start(directory, side, num_stages=2):
     config = EngineConfig(
-        model=ModelConfig(model=str(tiny_model_dir(model)), num_threads=1, **SIDES[side]),
+        model=ModelConfig(model=str(directory), num_threads=1, **SIDES[side]),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=16),
     )
-    worker = StagedWorker(config, NUM_STAGES, num_layers=3) if side.startswith("stages") else Worker(config)
+    worker = StagedWorker(config, num_stages, num_layers=3) if side.startswith("stages") else Worker(config)
     with pytest.MonkeyPatch.context() as patch:
         for limit in ("_MIN_WEIGHTS", "_MIN_WEIGHTS_FOR_ONE_TOKEN"):
             patch.setattr(packed_linear, limit, 0)  # these small layers are packed too, as those of real models are
@@ -147,13 +150,19 @@ def test_a_recorded_step_that_fails_is_counted_and_computed_again(monkeypatch):
     assert worker.num_failed_recordings == 1
 
 
-@pytest.mark.parametrize("driver", [("llama", "stages")], indirect=True)
-def test_decode_steps_of_stages_are_recorded_and_what_they_pass_on_stays(driver):
-    assert driver.run([driver.add("a", prompt_of(9))], 12) == [reference("llama", prompt_of(9), 12)]
+def test_decode_steps_of_stages_are_recorded_and_what_they_pass_on_stays(tmp_path):
+    config = tiny_config("LlamaConfig", hidden_size=64, intermediate_size=128)  # as wide as kernels take them
+    random_model(config).save_pretrained(tmp_path)
+    driver = Driver(start(tmp_path, "stages", num_stages=3))
+    prompts = [prompt_of(length) for length in (3, 9)]
+    answers = driver.run([driver.add(f"{len(prompt)}", prompt) for prompt in prompts], 12)
+    assert answers == [reference_generate(tmp_path, prompt, 12) for prompt in prompts]
     for worker in driver.worker.stages:
-        assert (1, False) in worker._runner._recorded._steps
+        assert (2, False) in worker._runner._recorded._steps
     assert driver.worker.num_failed_recordings == 0
-    assert all((hidden == copy).all() for hidden, copy in driver.worker.links[0].sent)
+    sent = [each for links in driver.worker.links for each in links.sent]
+    assert sent
+    assert all(hidden.equal(copy) for hidden, copy in sent)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2"])  # fused; with weights of the output layer that are tied
