@@ -114,7 +114,7 @@ def test_across_a_handoff(tmp_path):
         ({"model": str(tiny_model_dir("gemma2"))}, {}, "of the Llama kind"),
         ({"cpu_kernels": "reference"}, {}, "of the Llama kind"),
         ({"model": str(tiny_model_dir("llama"))}, {}, "no kernel for a linear layer"),
-        ({}, {"block_size": 8}, "block_size"),
+        ({}, {"block_size": 8}, "--block-size"),
     ],
 )
 def test_refused_where_kernels_are_missing(model, cache, message):

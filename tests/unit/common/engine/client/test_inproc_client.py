@@ -162,6 +162,6 @@ def test_closed() -> None:
 
 
 def test_several_engines_are_refused() -> None:
-    with pytest.raises(ConfigError, match="data_parallel_size: 2") as raised:
+    with pytest.raises(ConfigError, match="data-parallel-size: 2") as raised:
         InprocClient(EngineConfig(parallel=ParallelConfig(executor="fake", data_parallel_size=2)))
     assert raised.value.param == "data_parallel_size"

@@ -47,7 +47,7 @@ def test_a_window_group_has_a_window(window):
 
 
 def test_an_unknown_kind_is_named():
-    with pytest.raises(ConfigError, match="kv_group_kind: 'ring'"):
+    with pytest.raises(ConfigError, match="kv-group-kind: 'ring'"):
         make_groups(replace(FULL, kind="ring"))
 
 
