@@ -1,7 +1,4 @@
-"""A device as someone outside the project would add it: decoders that can be fused are, on torch's operators.
-
---device tests.extensions.device:ExampleDevice
-"""
+"""A device from outside the project, with fused decoders: --device tests.extensions.device:ExampleDevice."""
 
 from __future__ import annotations
 
