@@ -52,7 +52,7 @@ def test_blocks_of_earlier_chunks_are_freed(engine: InprocClient) -> None:
 
 
 def test_one_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match="kv_group_kind"):
+    with pytest.raises(ConfigError, match="kv-group-kind"):
         KVGroups([replace(kv_group.SPEC, kind="tests.extensions.kv_group:ChunkGroop")], BLOCK_SIZE)
 
 
