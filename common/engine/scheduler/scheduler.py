@@ -259,7 +259,7 @@ class Scheduler:
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
         """Lets requests that decode in this step verify what was proposed for them, as far as it pays and the budget,
-        the memory for logits, their lengths and blocks that nobody may need for another token allow. A step with
+        the memory for logits, their lengths and blocks that no request may need for another token allow. A step with
         prompts takes the time that it may without drafts."""
         proposed = self._lifecycle.take_drafts()
         if plan.has_prompts:

@@ -111,7 +111,7 @@ _Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
 class MultiprocExecutor:
     """See Executor."""
 
-    num_failed_recordings = 0  # nothing is recorded over several ranks
+    num_failed_recordings = 0  # ranks log theirs, and do not tell the driver
 
     def __init__(self, config: EngineConfig, factory: str = WORKER, placement: Placement | None = None) -> None:
         """`factory`: "module:name" of a RankWorkerFactory. `placement` has all ranks; else the first machine's are
