@@ -115,10 +115,12 @@ async def test_only_what_decode_lacks_is_written(cluster: Cluster) -> None:
 
 
 async def test_request_aborted_before_anything_is_reserved(cluster: Cluster) -> None:
+    admission = cluster.prefill.context.admission
     await cluster.prefill.occupy()
     answer = await cluster.submit()
+    await wait_for(lambda: admission.num_open == 2)  # a prefill, and a transfer that the decode pod has opened
     call = start_prefill(cluster.prefill, engine_request("a", PROMPT))
-    await wait_for(lambda: cluster.prefill.context.admission.num_open == 3)  # two prefills and a transfer
+    await wait_for(lambda: admission.num_open == 3)
     await cluster.router.abort("a")
     await answer.wait_finished()
     with pytest.raises(grpc.aio.AioRpcError):
