@@ -65,11 +65,11 @@ class Lockstep:
         gone, or does not join in time."""
         self._step += 1
         message = _JOIN.pack(self._step, num_tokens)
-        try:
-            for each in self._sockets.values():
+        for rank, each in self._sockets.items():
+            try:
                 each.send(message)
-        except OSError as error:
-            raise self._failure or EngineDeadError(f"another engine takes no step: {error}") from error
+            except OSError as error:
+                raise self._failure or EngineDeadError(f"engine {rank} is gone") from error
         with self._has_news:
             self._has_news.wait_for(self._can_go_on, self._timeout_s)
             if self._failure is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from router.pods import PodState
 from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer
 
 BODY = {"prompt": [600], "max_tokens": 2}
@@ -57,7 +58,7 @@ async def test_health_names_pods_to_operators_only(cluster):
     response = await cluster.client.get("/health", headers=bearer(OPERATOR))
     assert [pod["address"] for pod in response.json()["pods"]] == [decode.address]
     await decode.stop()
-    await cluster.until(lambda: not cluster.router.cluster.can_serve)
+    await cluster.until(lambda: cluster.router.cluster.pods[0].state is PodState.DOWN)
     response = await cluster.client.get("/health", headers=bearer(ALICE))
     assert response.status_code == 503
     assert response.json() == {"status": "unavailable", "reason": "no decode pod is ready"}
