@@ -1,0 +1,1 @@
+"""Engines with and without a proposer; see `python -m benchmarks.speculation --help`."""

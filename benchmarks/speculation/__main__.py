@@ -1,0 +1,253 @@
+"""Output tokens per second with and without speculation: engines in one process that take turns.
+
+    python -m benchmarks.speculation [--models 100M 0.6B] [--dtypes float32 bfloat16]
+                                     [--sections verify repetitive random] [--repeats 3] [--tokens 128]
+                                     [--markdown FILE]
+
+    verify      a step that verifies four drafts, all of them right, as a multiple of a decode step, at batch 1
+    repetitive  requests of one at a time whose answers repeat parts of their prompts: code that is edited, documents
+                that are quoted, records of JSON
+    random      answers in which nothing repeats, at batch 1, 8 and 32; `wrong` proposes four drafts in each step, of
+                which none is ever right
+
+The models have random weights; a logits processor has them give the answers, on all sides, so that what repeats is
+what repeats in real texts. Only decoding is measured: from the first token to the last. Ratios are of figures of the
+same turn; medians over `--repeats`, each with other texts. The tokens of the sides must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import transformers
+
+from benchmarks.engine import describe_machine, make_random_model
+from benchmarks.speculation import forced
+from benchmarks.speculation.texts import LOADS, Text, Words
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from common.engine.messages import AddRequest
+from common.types import RequestId, SamplingParams
+
+OFF, RIGHT, WRONG = "off", f"{forced.__name__}:right", f"{forced.__name__}:wrong"
+SECTIONS = ("verify", "repetitive", "random")
+BATCHES = (1, 8, 32)
+_KV_TOKENS = 32 * 1024
+_BLOCK_SIZE = 16
+
+
+class Run(NamedTuple):
+    """What the answers to a batch took."""
+
+    tokens: list[list[int]]
+    seconds: float  # from the first token of all to the last
+    num_steps: int  # in that time
+    num_verified: int
+    num_accepted: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests, their first ones apart."""
+        return (sum(map(len, self.tokens)) - len(self.tokens)) / self.seconds
+
+
+class Engine:
+    """One side."""
+
+    def __init__(self, model: Path, dtype: str, speculative: str, max_num_seqs: int) -> None:
+        config = EngineConfig(
+            model=ModelConfig(model=str(model), dtype=dtype, logits_processors=[forced.NAME]),
+            cache=CacheConfig(enable_prefix_caching=False, num_blocks=_KV_TOKENS // _BLOCK_SIZE),
+            scheduler=SchedulerConfig(target_itl_ms=None, max_num_seqs=max_num_seqs),
+            speculation=SpeculationConfig(speculative=None if speculative == OFF else speculative),
+        )
+        self._client = InprocClient(config)
+        self.vocab_size = self._client.spec.vocab_size
+        self._num_requests = 0
+
+    def run(self, texts: Sequence[Text], num_tokens: int) -> Run:
+        """Answers a batch, each with so many tokens."""
+        client, tokens = self._client, dict[RequestId, list[int]]()
+        for text in texts:
+            name = str(self._num_requests)
+            self._num_requests += 1
+            # As many more as a draft may look ahead.
+            forced.ANSWERS[name] = [*text.answer[: num_tokens + 1], *[0] * forced.NUM_DRAFTS * 4]
+            tokens[RequestId(name)] = []
+            params = SamplingParams(
+                temperature=0.0, max_tokens=num_tokens, ignore_eos=True, vllm_xargs={"answer": name}
+            )
+            client.add_request(AddRequest(request_id=RequestId(name), prompt_token_ids=text.prompt, sampling=params))
+        num_steps, began = 0, 0.0
+        before = client.stats().drafts
+        while client.has_work:
+            outputs = client.step()
+            for output in outputs.outputs:
+                tokens[output.request_id].extend(token.token_id for token in output.tokens)
+            if began:
+                num_steps += 1
+            elif all(tokens.values()):
+                began = time.perf_counter()
+        seconds, after = time.perf_counter() - began, client.stats().drafts
+        forced.ANSWERS.clear()
+        return Run(
+            list(tokens.values()),
+            seconds,
+            num_steps,
+            after.num_verified - before.num_verified,
+            after.num_accepted - before.num_accepted,
+        )
+
+    def close(self) -> None:
+        """Gives the model's memory back."""
+        self._client.close()
+
+
+@contextlib.contextmanager
+def engines(model: Path, dtype: str, methods: Sequence[str], max_num_seqs: int) -> Iterator[dict[str, Engine]]:
+    """One per method, and one without any."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for method in (OFF, *methods):
+            found[method] = Engine(model, dtype, method, max_num_seqs)
+            stack.callback(found[method].close)
+        yield found
+    gc.collect()
+
+
+def in_turn(sides: dict[str, Engine], load: str, batch: int, num_tokens: int, repeats: int) -> list[dict[str, Run]]:
+    """Runs of each side, turn by turn, after one that is no part of it. Raises RuntimeError if tokens differ."""
+    turns = []
+    for repeat in range(repeats + 1):
+        words = Words(sides[OFF].vocab_size)
+        texts = [_long_enough(load, words, 1000 * repeat + number, num_tokens) for number in range(batch)]
+        names = list(sides) if repeat % 2 else list(reversed(sides))
+        runs = {name: sides[name].run(texts, num_tokens) for name in names}
+        if any(run.tokens != [text.answer[:num_tokens] for text in texts] for run in runs.values()):
+            raise RuntimeError(f"{load}: tokens differ from the answers")
+        if repeat:
+            turns.append(runs)
+    return turns
+
+
+def _long_enough(load: str, words: Words, seed: int, num_tokens: int) -> Text:
+    """A text whose answer has as many tokens as are generated."""
+    for attempt in range(100):
+        text = LOADS[load](words, seed + 100_000 * attempt)
+        if len(text.answer) > num_tokens:
+            return text
+    raise RuntimeError(f"{load}: no answer has {num_tokens} tokens; use fewer")
+
+
+def rows(model: str, dtype: str, load: str, batch: int, turns: Sequence[dict[str, Run]]) -> Iterator[str]:
+    """Of a table: one per method."""
+    for name in list(turns[0])[:]:
+        if name == OFF:
+            continue
+        off = statistics.median(turn[OFF].tokens_per_s for turn in turns)
+        on = statistics.median(turn[name].tokens_per_s for turn in turns)
+        ratios = sorted(turn[name].tokens_per_s / turn[OFF].tokens_per_s for turn in turns)
+        verified, accepted, steps = (
+            sum(getattr(turn[name], field) for turn in turns) for field in ("num_verified", "num_accepted", "num_steps")
+        )
+        generated = sum(sum(map(len, turn[name].tokens)) - batch for turn in turns)
+        share = f"{accepted / verified:.0%}" if verified else "none verified"
+        yield (
+            f"| {model} | {dtype} | {load} | {batch} | {name.rpartition(':')[2]} | {off:.1f} | {on:.1f} | "
+            f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] | {share} | "
+            f"{generated / steps / batch:.2f} |"
+        )
+
+
+def verify_row(model: str, dtype: str, turns: Sequence[dict[str, Run]]) -> str:
+    """Of the first table."""
+    off, on = ([turn[name].seconds / turn[name].num_steps * 1e3 for turn in turns] for name in (OFF, RIGHT))
+    ratios = sorted(late / early for early, late in zip(off, on, strict=True))
+    drafts = statistics.median(turn[RIGHT].num_verified / turn[RIGHT].num_steps for turn in turns)
+    return (
+        f"| {model} | {dtype} | {statistics.median(off):.2f} | {statistics.median(on):.2f} | "
+        f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] | {drafts:.2f} |"
+    )
+
+
+def measure(directory: Path, args: argparse.Namespace) -> Iterator[str]:
+    """The lines of the report, as they come."""
+    models = {name: make_random_model(directory, name) for name in args.models}
+    cases = [(name, dtype) for name in models for dtype in args.dtypes]
+    if "verify" in args.sections:
+        yield from _heading("Steps that verify", "model", "dtype", "decode, ms", "with drafts, ms", "ratio", "drafts")
+        for name, dtype in cases:
+            with engines(models[name], dtype, [RIGHT], 1) as sides:
+                yield verify_row(name, dtype, in_turn(sides, "random", 1, args.tokens, args.repeats))
+    columns = (
+        "model",
+        "dtype",
+        "load",
+        "batch",
+        "method",
+        "off, tokens/s",
+        "on, tokens/s",
+        "ratio",
+        "right",
+        "tokens per step",
+    )
+    if "repetitive" in args.sections:
+        yield from _heading("Texts that repeat", *columns)
+        for name, dtype in cases:
+            with engines(models[name], dtype, ["ngram", "suffix"], 1) as sides:
+                for load in ("code edit", "retrieval", "JSON"):
+                    yield from rows(name, dtype, load, 1, in_turn(sides, load, 1, args.tokens, args.repeats))
+    if "random" in args.sections:
+        yield from _heading("Texts that do not", *columns)
+        for name, dtype in cases:
+            with engines(models[name], dtype, ["ngram", "suffix", WRONG], max(args.batches)) as sides:
+                for batch in args.batches:
+                    turns = in_turn(sides, "random", batch, args.tokens, args.repeats)
+                    yield from rows(name, dtype, "random", batch, turns)
+
+
+def _heading(title: str, *columns: str) -> Iterator[str]:
+    yield from ("", f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}")
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speculation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", choices=["100M", "0.6B"], default=["100M"])
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="of random texts")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    lines = ["# Speculation", "", "`python -m benchmarks.speculation`; see its `--help`.", ""]
+    lines += [f"- {key}: {value}" for key, value in describe_machine().items()]
+    with tempfile.TemporaryDirectory() as scratch:
+        packages = Path(scratch) / "packages"
+        packages.mkdir()
+        forced.install(packages)
+        for line in measure(Path(scratch), args):
+            print(line, flush=True)
+            lines.append(line)
+    if args.markdown:
+        args.markdown.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
