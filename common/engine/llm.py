@@ -193,7 +193,7 @@ class LLM:
         return self._client.check_integrity()
 
     def reset_prefix_cache(self) -> None:
-        """Removes the KV of earlier prompts from the prefix cache."""
+        """Removes the KV of earlier prompts from the prefix cache; a proposer forgets earlier answers."""
         self._client.reset_prefix_cache()
 
     def close(self) -> None:

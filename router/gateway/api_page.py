@@ -184,9 +184,10 @@ _OPERATION_ROWS = (
     (
         "`POST /reset_prefix_cache`",
         (
-            "All pods empty their prefix caches, but for blocks that requests use. Tiers and stores keep theirs; "
-            "`baton kv purge` empties a store. 503 names pods that could not be reset, such as those that are down; "
-            "the others were. May be called again."
+            "All pods empty their prefix caches, but for blocks that requests use, and forget what they have learnt of "
+            "answers [to propose drafts](speculation.md). Tiers and stores keep theirs; `baton kv purge` empties a "
+            "store. 503 names pods that could not be reset, such as those that are down; the others were. May be "
+            "called again."
         ),
     ),
 )

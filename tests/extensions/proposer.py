@@ -26,6 +26,9 @@ class PromptLookup:
     def forget(self, requests: Sequence[Context]) -> None:
         """See Proposer."""
 
+    def reset(self) -> None:
+        """See Proposer."""
+
     def check(self) -> list[str]:
         """See Proposer."""
         return []

@@ -93,6 +93,9 @@ class _Failing:
             NUM_CALLS[self._name] += 1
             raise RuntimeError("broken")
 
+    def reset(self) -> None:
+        """See Proposer."""
+
     def check(self) -> list[str]:
         """See Proposer."""
         return []

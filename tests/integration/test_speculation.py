@@ -218,6 +218,20 @@ def test_outputs_in_memory_are_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert [each() for each in histories] == [None]
 
 
+def test_a_reset_of_the_prefix_cache_forgets_outputs(verified: Verified) -> None:
+    """No token of the model follows another twice, so that what is proposed was an answer before."""
+    with make_llm("llama", speculative="suffix") as llm:
+        num_right = []
+        for has_reset in (False, False, True, False):
+            if has_reset:
+                llm.reset_prefix_cache()
+            before = verified.num_right
+            llm.generate([prompt_of(9)], PARAMS["greedy"], use_tqdm=False)
+            num_right.append(verified.num_right - before)
+    assert num_right[0] == num_right[2] == 0
+    assert num_right[1] == num_right[3] > MAX_TOKENS // 2
+
+
 async def test_drafts_after_a_handoff_are_of_the_same_tenant(tmp_path: Path, verified: Verified) -> None:
     """No token of the model follows another twice, so that what is proposed was an answer before."""
     prompt = prompt_of(9)

@@ -72,6 +72,7 @@ class SchedulerOutput:
     num_context_tokens: int = 0  # whose KV is read by the requests that compute one token
     dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # token ids; among the scheduled tokens
+    forgets_outputs: bool = False  # of requests dropped so far: a proposer keeps nothing of them
     # Of each engine in this step, if engines step together; an engine without any computes for the others only.
     tokens_by_engine: list[int] = field(default_factory=list)
 

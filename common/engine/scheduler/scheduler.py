@@ -113,6 +113,7 @@ class Scheduler:
         measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
         self._step_times = StepTimes.measured(config.max_num_batched_tokens, measured_work)
         self._knee = measured_knee(measured_steps)
+        self._forgets_outputs = False  # in the next step
         self._draft_depth = DraftDepth(self._max_num_running, measured_steps)
         self._num_arrivals = 0
         self._last_step_tokens = 0
@@ -431,7 +432,9 @@ class Scheduler:
             work=plan.work,
             num_context_tokens=plan.num_context_tokens,
             dropped_request_ids=self._lifecycle.take_dropped(),
+            forgets_outputs=self._forgets_outputs,
         )
+        self._forgets_outputs = False
         for request, block_ids in plan.new_block_ids.items():
             if request.is_in_batch:
                 step.new_block_ids[request.request_id] = block_ids
@@ -562,8 +565,9 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Removes all cached blocks that no request owns."""
+        """Removes all cached blocks that no request owns, and, in the next step, what a proposer has learnt."""
         self._kv.reset_prefix_cache()
+        self._forgets_outputs = True
 
     @property
     def known_requests(self) -> KnownRequests:

@@ -36,5 +36,8 @@ class Proposer(Protocol):
     def forget(self, requests: Sequence[Context]) -> None:
         """These requests run no more, for now or for ever: the last look at their tokens."""
 
+    def reset(self) -> None:
+        """The prefix cache is emptied: forgets what it has learnt of earlier requests."""
+
     def check(self) -> list[str]:
         """Violations of its bounds and of its own bookkeeping, one line each. Called when the engine is checked."""

@@ -29,6 +29,9 @@ class FakeProposer:
     def forget(self, requests: Sequence[Context]) -> None:
         """See Proposer."""
 
+    def reset(self) -> None:
+        """See Proposer."""
+
     def check(self) -> list[str]:
         """See Proposer."""
         return []

@@ -51,7 +51,7 @@ class GuardedProposer:
         self._num_asked = 1 << 30  # most requests at once
         self._first = 0  # whose turn it is
         self._num_failures = {"propose": 0, "forget": 0}  # in a row
-        self._untold: Failure | Literal[""] = ""  # of `forget`, which has no answer
+        self._untold: Failure | Literal[""] = ""  # of `forget` and `reset`, which have no answer
         self._logged: set[str] = set()
 
     def propose(self, requests: Sequence[Context]) -> Proposed:
@@ -77,14 +77,11 @@ class GuardedProposer:
 
     def forget(self, requests: Sequence[Context]) -> None:
         """See Proposer."""
-        if self._proposer is None:
-            return
-        try:
-            self._proposer.forget(requests)
-        except Exception as error:  # noqa: BLE001  as above
-            self._untold = self._fail("forget", "raised", repr(error))
-        else:
-            self._num_failures["forget"] = 0
+        self._tell(lambda proposer: proposer.forget(requests))
+
+    def reset(self) -> None:
+        """See Proposer."""
+        self._tell(lambda proposer: proposer.reset())
 
     def check(self) -> list[str]:
         """See Proposer."""
@@ -127,6 +124,16 @@ class GuardedProposer:
             if token_ids:
                 drafts[request.request_id] = token_ids
         return drafts, problem
+
+    def _tell(self, call: Callable[[Proposer], None]) -> None:
+        if self._proposer is None:
+            return
+        try:
+            call(self._proposer)
+        except Exception as error:  # noqa: BLE001  as above
+            self._untold = self._fail("forget", "raised", repr(error))
+        else:
+            self._num_failures["forget"] = 0
 
     def _fail(self, call: Literal["propose", "forget"], failure: Failure, problem: str) -> Failure:
         self._num_failures[call] += 1

@@ -89,6 +89,9 @@ class NgramProposer:
     def forget(self, requests: Sequence[Context]) -> None:
         """See Proposer."""
 
+    def reset(self) -> None:
+        """See Proposer."""
+
     def check(self) -> list[str]:
         """See Proposer."""
         return []

@@ -23,7 +23,8 @@ class SuffixProposer:
 
     def __init__(self, options: SuffixOptions) -> None:
         self._depth = options.depth
-        self._history = History(options.memory)
+        self._memory = options.memory
+        self.reset()
 
     def propose(self, requests: Sequence[Context]) -> list[list[int]]:
         """See Proposer."""
@@ -34,6 +35,10 @@ class SuffixProposer:
         for request in requests:
             if len(request.token_ids) > request.num_prompt_tokens:
                 self._history.add(request.root, request.token_ids[max(0, request.num_prompt_tokens - MAX_MATCH) :])
+
+    def reset(self) -> None:
+        """See Proposer."""
+        self._history = History(self._memory)
 
     def check(self) -> list[str]:
         """See Proposer."""

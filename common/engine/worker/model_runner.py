@@ -99,6 +99,8 @@ class ModelRunner:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
         if self._proposer is not None and (dropped := self._table.contexts(step.dropped_request_ids)):
             self._proposer.forget(dropped)
+        if self._proposer is not None and step.forgets_outputs:
+            self._proposer.reset()
         self._table.update(step)
 
     @property

@@ -37,6 +37,9 @@ class Answering:
         if isinstance(self.drafts, Exception):
             raise self.drafts
 
+    def reset(self) -> None:
+        self.forget(None)
+
     def check(self) -> list[str]:
         return ["wrong"]
 
@@ -106,17 +109,20 @@ def test_failures_that_are_not_in_a_row_do_not_switch_it_off() -> None:
         assert guard.propose(REQUESTS) == ({"a": [5], "b": [5]}, "")
 
 
-def test_what_forget_raises_counts_and_goes_no_further() -> None:
+@pytest.mark.parametrize("call", [lambda guard: guard.forget(REQUESTS), GuardedProposer.reset], ids=["forget", "reset"])
+def test_what_a_call_without_an_answer_raises_counts_and_goes_no_further(
+    call: Callable[[GuardedProposer], None],
+) -> None:
     proposer = Answering(None)
     guard = guarded(proposer)
     for _ in range(MAX_FAILURES - 1):
         proposer.drafts = KeyError("x")
-        guard.forget(REQUESTS)
+        call(guard)
         proposer.drafts = None
         assert guard.propose(REQUESTS) == ({"a": [5], "b": [5]}, "raised")
         assert guard.propose(REQUESTS) == ({"a": [5], "b": [5]}, "")
     proposer.drafts = KeyError("x")
-    guard.forget(REQUESTS)
+    call(guard)
     assert guard.propose(REQUESTS) == NOTHING
 
 
