@@ -39,8 +39,8 @@ test-kernels: $(DEV)
 test-page: $(DEV)
 	$(BIN)/pytest -m page tests/page $(ARGS)
 
-## Handoffs between all degrees, over each connector, while a rank is killed, stopped or cut off, and architectures on two
-## ranks, in two processes. Twenty minutes.
+## Handoffs between all degrees, over each connector, while a rank is killed, stopped or cut off, architectures on two
+## ranks, and drafts of each proposer, in two processes. Half an hour.
 test-matrix: $(DEV)
 	$(BIN)/pytest -n 2 -m matrix $(ARGS)
 
@@ -102,12 +102,12 @@ proto: $(DEV)
 api-docs: $(DEV)
 	$(BIN)/python -m router.gateway.api_page
 
-## Regenerates docs/configuration.md and docs/metrics.md from settings and metrics in the code, docs/parallel_tests.md from
-## the tests.
+## Regenerates docs/configuration.md and docs/metrics.md from settings and metrics in the code, docs/parallel_tests.md and
+## the table in docs/speculation.md from the tests.
 reference: $(DEV)
 	$(BIN)/python -m docs_site.configuration_page
 	$(BIN)/python -m docs_site.metrics_page
-	$(BIN)/python -m docs_site.parallel_tests_page
+	$(BIN)/python -m docs_site.cells_page
 
 ## Builds the documentation into site/. Broken links and anchors fail. make docs ARGS="--site-dir /tmp/site"
 docs: $(DOCS)

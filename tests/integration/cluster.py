@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,15 @@ import tokenizers
 
 from common.engine.client import DataParallelClient
 from common.engine.client.threaded import AsyncInprocClient
-from common.engine.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculationConfig
+from common.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from common.engine.executor.base import Executor
 from common.engine.executor.inproc import InprocExecutor
 from common.pb import inference_pb2, inference_pb2_grpc, pods_pb2, pods_pb2_grpc
 from common.pod.config import PodConfig
@@ -93,10 +101,58 @@ class Cluster:
                     await asyncio.sleep(0.01)
 
 
+class Stream:
+    """A streamed answer over gRPC."""
+
+    def __init__(
+        self, cluster: Cluster, prompt: Sequence[int], options: Mapping[str, object], *, resumable: bool = False
+    ) -> None:
+        self._request = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenPrompt(token_ids=prompt),
+            options=inference_pb2.GenerateOptions(**options),  # type: ignore[arg-type]
+            resumable=resumable,
+        )
+        self._stub = cluster._stub
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[tuple[float, ...]] = []
+        self.finish_reason = 0
+        self._changed = asyncio.Event()
+        self._begin()
+
+    async def reach(self, num_tokens: int) -> None:
+        """Returns when so many tokens have come."""
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.tokens) < num_tokens:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def resume(self) -> None:
+        """Breaks the connection, and goes on by the id of the last event."""
+        self._call.cancel()
+        await asyncio.wait({self.reading})
+        assert self._request.last_event_id
+        self._begin()
+
+    def _begin(self) -> None:
+        self._call = self._stub.GenerateStream(self._request, timeout=DEADLINE_S)
+        self.reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for chunk in self._call:
+            assert chunk.start_index == len(self.tokens)
+            self.text += chunk.text
+            self.tokens += chunk.token_ids
+            self.logprobs += [(each.sampled, *(top.logprob for top in each.top)) for each in chunk.logprobs]
+            self.finish_reason = chunk.finish_reason
+            self._request.last_event_id = chunk.event_id
+            self._changed.set()
+
+
 @asynccontextmanager
 async def running_cluster(
     path: Path,
-    model: str,
+    model: str | Path,
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
@@ -113,14 +169,20 @@ async def running_cluster(
     chat_template: str = "",
     added_tokens: Sequence[str] = (),
     speculative: str | None = None,
+    decode_executor: Callable[[EngineConfig], Executor] = InprocExecutor,
+    further_prefill: Sequence[str] = (),
+    further_decode: Sequence[str] = (),
     **scheduler: float | None,
 ) -> AsyncIterator[Cluster]:
     """Serve a tiny model from `path`; when the block ends, the integrity of every pod is checked.
 
-    `prefill_engines` and `decode_engines`: of each pod. `added_tokens` have the last ids of the vocabulary.
-    `scheduler`: fields of SchedulerConfig.
+    `model`: a name, or a directory that `with_tokenizer` has made. `prefill_engines` and `decode_engines`: of each pod.
+    `added_tokens` have the last ids of the vocabulary. `further_prefill` and `further_decode`: addresses of pods
+    elsewhere. `scheduler`: fields of SchedulerConfig.
     """
-    directory = _with_tokenizer(tiny_model_dir(model), path / "model", added_tokens)
+    directory = (
+        model if isinstance(model, Path) else with_tokenizer(tiny_model_dir(model), path / "model", added_tokens)
+    )
     if chat_template:
         (directory / "chat_template.jinja").write_text(chat_template)
     settings = {
@@ -135,9 +197,9 @@ async def running_cluster(
     async with AsyncExitStack() as stack:
 
         async def start(role: Role, config: PodConfig, make_front: FrontFactory) -> PodRuntime:
+            executor = decode_executor if role == "decode" else InprocExecutor
             engines = [
-                AsyncInprocClient(config.engine_config(), InprocExecutor)
-                for _ in range(config.parallel.data_parallel_size)
+                AsyncInprocClient(config.engine_config(), executor) for _ in range(config.parallel.data_parallel_size)
             ]
             engine = engines[0] if len(engines) == 1 else DataParallelClient(engines)
             return await stack.enter_async_context(PodRuntime(role, config, engine, make_front))
@@ -166,8 +228,8 @@ async def running_cluster(
             port=0,
             grpc_port=0,
             model=str(directory),
-            prefill=[pod.address for pod in prefill],
-            decode=[pod.address for pod in decode],
+            prefill=[*(pod.address for pod in prefill), *further_prefill],
+            decode=[*(pod.address for pod in decode), *further_decode],
             remote_prefill="prefer",
             prefill_policy="round_robin",
             decode_policy=decode_policy,
@@ -177,7 +239,7 @@ async def running_cluster(
         )
         router = await stack.enter_async_context(Router(router_config).running())
         channel = await stack.enter_async_context(open_channel(router.grpc_address))
-        await _all_ready(router, num_prefill, num_decode)
+        await all_ready(router, num_prefill + len(further_prefill), num_decode + len(further_decode))
         cluster = Cluster(router, prefill, decode, inference_pb2_grpc.InferenceStub(channel))
         if tls is not None and (joined := cluster_tls(tls)) is not None:
             cluster._open_channel = joined.open_channel
@@ -185,7 +247,8 @@ async def running_cluster(
         await cluster.check_integrity()
 
 
-async def _all_ready(router: Router, num_prefill: int, num_decode: int) -> None:
+async def all_ready(router: Router, num_prefill: int, num_decode: int) -> None:
+    """Returns when the router reaches so many pods."""
     changed = asyncio.Event()
     router.cluster.on_change(changed.set)
     async with asyncio.timeout(DEADLINE_S):
@@ -194,7 +257,7 @@ async def _all_ready(router: Router, num_prefill: int, num_decode: int) -> None:
             changed.clear()
 
 
-def _with_tokenizer(model: Path, directory: Path, added_tokens: Sequence[str]) -> Path:
+def with_tokenizer(model: Path, directory: Path, added_tokens: Sequence[str] = ()) -> Path:
     """A copy of the model with a tokenizer: one token per byte, but for those that added tokens take."""
     shutil.copytree(model, directory)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

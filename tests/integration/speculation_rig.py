@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from common.engine.config import EngineConfig
 from common.engine.scheduler.draft_depth import Candidate, DraftDepth
@@ -12,6 +14,9 @@ from common.engine.speculation.fake import Accuracy, FakeProposer
 
 NUM_DRAFTS = 4
 ANSWERS: list[list[int]] = []  # prompts with all that follows; set by tests
+ANSWERS_FILE = "answers.json"  # the same, beside the model, for pods in processes
+MISTAKEN_EVERY = 11  # tokens
+GUESSES = (5, 6, 7)
 LAST: list[CountingProposer] = []
 
 
@@ -41,10 +46,10 @@ class CountingProposer(FakeProposer):
         return drafts
 
 
-def _oracle(token_ids: Sequence[int], _: Context) -> int:
+def _oracle(token_ids: Sequence[int], _: Context, answers: Sequence[Sequence[int]] = ANSWERS) -> int:
     known = list(token_ids)
     return next(
-        (answer[len(known)] for answer in ANSWERS if answer[: len(known)] == known and len(answer) > len(known)), 0
+        (answer[len(known)] for answer in answers if answer[: len(known)] == known and len(answer) > len(known)), 0
     )
 
 
@@ -66,6 +71,25 @@ def wrong(_: EngineConfig) -> Proposer:
 def half(_: EngineConfig) -> Proposer:
     """The first half of them is."""
     return _create("half")
+
+
+def guessing(_: EngineConfig) -> Proposer:
+    """One of GUESSES, of which some are right by chance."""
+
+    def oracle(token_ids: Sequence[int], _: Context) -> int:
+        return GUESSES[sum(token_ids) % len(GUESSES)]
+
+    return FakeProposer(oracle, "right", NUM_DRAFTS, vocab_size=64)
+
+
+def mostly_right(config: EngineConfig) -> Proposer:
+    """Most drafts are, of the answers in ANSWERS_FILE."""
+    answers = json.loads((Path(config.model.model) / ANSWERS_FILE).read_text())
+
+    def oracle(token_ids: Sequence[int], context: Context) -> int:
+        return _oracle(token_ids, context, answers) if len(token_ids) % MISTAKEN_EVERY else 0
+
+    return FakeProposer(oracle, "right", NUM_DRAFTS, vocab_size=64)
 
 
 NUM_CALLS: Counter[str] = Counter()  # of those that fail, by name

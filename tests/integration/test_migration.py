@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import httpx
 import pytest
 
-from common.pb import inference_pb2
-from tests.integration.cluster import DEADLINE_S, running_cluster
+from tests.integration.cluster import DEADLINE_S, Stream, running_cluster
 from tests.tiny_models import prompt_of
 
 MAX_TOKENS = 250
 SAMPLED = {"temperature": 1.2, "top_p": 0.95, "seed": 11}
-
-
-class Stream:
-    """A streamed answer over gRPC."""
-
-    def __init__(self, cluster, prompt, options):
-        request = inference_pb2.GenerateRequest(
-            tokens=inference_pb2.TokenPrompt(token_ids=prompt), options=inference_pb2.GenerateOptions(**options)
-        )
-        self._call = cluster._stub.GenerateStream(request, timeout=DEADLINE_S)
-        self.text, self.tokens, self.logprobs, self.finish_reason = "", [], [], 0
-        self._changed = asyncio.Event()
-        self.reading = asyncio.create_task(self._read())
-
-    async def _read(self):
-        async for chunk in self._call:
-            assert chunk.start_index == len(self.tokens)
-            self.text += chunk.text
-            self.tokens += chunk.token_ids
-            self.logprobs += [(each.sampled, *(top.logprob for top in each.top)) for each in chunk.logprobs]
-            self.finish_reason = chunk.finish_reason
-            self._changed.set()
-
-    async def reach(self, num_tokens):
-        async with asyncio.timeout(DEADLINE_S):
-            while len(self.tokens) < num_tokens:
-                self._changed.clear()
-                await self._changed.wait()
 
 
 async def whole(cluster, prompt, options):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +44,7 @@ PARAMS = {
     ),
     "logprobs": SamplingParams(temperature=0.5, seed=2, num_logprobs=3, max_tokens=MAX_TOKENS),
 }
-FEW = (5, 6, 7)  # tokens, so that the answers of a model with random weights repeat
+FEW = rig.GUESSES  # tokens, so that the answers of a model with random weights repeat
 FEW_PARAMS = {
     "greedy": {"temperature": 0.0},
     "drawn": {},
@@ -177,6 +179,26 @@ def test_a_request_may_turn_it_off(repetitive: Repetitive, method: str, verified
         for _ in range(2):  # nothing is learnt either
             llm.generate([prompt], off, use_tqdm=False)
     assert verified.num_drafts == 0
+
+
+def test_answers_without_a_seed_are_distributed_as_without_drafts(
+    monkeypatch: pytest.MonkeyPatch, verified: Verified
+) -> None:
+    """By a chi-square test of two samples, for all answers of three tokens. Their seeds are drawn, here from generators
+    of the test."""
+    num_rounds, prompts = 16, [prompt_of(6)] * 64  # at once, as steps with prompts verify no drafts
+    params = SamplingParams(temperature=2.0, max_tokens=3, allowed_token_ids=FEW)
+    counts: list[Counter[tuple[int, ...]]] = []
+    for number, method in enumerate([None, "tests.integration.speculation_rig:guessing"]):
+        monkeypatch.setattr("secrets.randbelow", random.Random(number).randrange)
+        with make_llm("llama", speculative=method, max_num_batched_tokens=512) as llm:
+            rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(num_rounds)]
+        counts.append(Counter(tuple(answer.token_ids) for answers in rounds for answer in answers))
+    plain, found = counts
+    assert verified.num_right > 100
+    assert len(plain | found) == len(FEW) ** 3
+    statistic = sum((plain[each] - found[each]) ** 2 / (plain[each] + found[each]) for each in plain | found)
+    assert statistic < 54.1  # of 26 degrees of freedom, in one of 1000 cases more
 
 
 @pytest.mark.parametrize("name", ["raising", "answering_garbage", "forgetting_badly"])

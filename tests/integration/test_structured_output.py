@@ -12,8 +12,7 @@ import jsonschema_rs
 import pytest
 
 from common.pb import common_pb2
-from tests.integration.cluster import DEADLINE_S, running_cluster
-from tests.integration.test_migration import Stream
+from tests.integration.cluster import DEADLINE_S, Stream, running_cluster
 from tests.redis_server import running_redis
 from tests.tiny_models import prompt_of
 

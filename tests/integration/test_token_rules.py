@@ -12,8 +12,7 @@ from common.errors import BatonError
 from common.pb import inference_pb2
 from common.rpc.errors import from_rpc_error
 from common.types import SamplingParams
-from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster
-from tests.integration.test_migration import Stream
+from tests.integration.cluster import DEADLINE_S, Cluster, Stream, running_cluster
 from tests.tiny_models import prompt_of, reference_generate, reference_model, tiny_model_dir
 
 MODEL = "llama"

@@ -18,7 +18,7 @@ from cli.main import COMMANDS
 from common.config import build, create_parser, load_yaml, parse
 from decode_service.config import DecodeConfig
 from deploy.cluster_config import SECTIONS, ClusterConfig, parse_cluster
-from docs_site import configuration_page, metrics_page, parallel_tests_page
+from docs_site import cells_page, configuration_page, metrics_page
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -60,11 +60,14 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(entries(site["nav"])) == [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
 
 
-@pytest.mark.parametrize(
-    "page", [configuration_page, metrics_page, parallel_tests_page], ids=["configuration", "metrics", "parallel tests"]
-)
+@pytest.mark.parametrize("page", [configuration_page, metrics_page], ids=["configuration", "metrics"])
 def test_a_reference_is_what_the_code_says(page) -> None:
     assert page.PAGE.read_text() == page.page(), "run `make reference`"
+
+
+def test_tables_of_tests_are_what_the_tests_say() -> None:
+    for page, text in cells_page.pages().items():
+        assert page.read_text() == text, "run `make reference`"
 
 
 def test_the_configuration_has_what_the_help_has() -> None:
