@@ -45,6 +45,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model_dir
 BLOCK_SIZE = 8
 CHUNK = 24  # tokens per step: a prompt of three blocks is one chunk
 DEADLINE_S = 60.0  # of everything that is awaited here; far more than it takes
+START_DEADLINE_S = 150.0  # of pods that are processes, which import torch
 
 
 @dataclass
@@ -251,7 +252,7 @@ async def all_ready(router: Router, num_prefill: int, num_decode: int) -> None:
     """Returns when the router reaches so many pods."""
     changed = asyncio.Event()
     router.cluster.on_change(changed.set)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(START_DEADLINE_S):
         while (len(router.cluster.ready_prefill()), len(router.cluster.ready_decode())) != (num_prefill, num_decode):
             await changed.wait()
             changed.clear()

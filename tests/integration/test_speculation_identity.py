@@ -46,6 +46,8 @@ from tests.pods import StepGate, wait_for
 from tests.redis_server import running_redis
 from tests.tiny_models import prompt_of, random_model, reference_logprobs, tiny_config
 
+pytestmark = pytest.mark.timeout(400)  # processes that import torch take their time to start on a busy machine
+
 PROPOSERS = {
     "ngram": "ngram:min=1,depth=4",
     "suffix": "suffix:depth=4,memory=1MiB",
