@@ -48,7 +48,7 @@ from tests.tiny_models import prompt_of, random_model, reference_logprobs, tiny_
 
 pytestmark = pytest.mark.timeout(400)  # processes that import torch take their time to start on a busy machine
 
-PROPOSERS = {
+PROPOSERS = {  # {model}: the directory of the model
     "ngram": "ngram:min=1,depth=4",
     "suffix": "suffix:depth=4,memory=1MiB",
     "scripted": "tests.integration.speculation_rig:mostly_right",
@@ -119,7 +119,7 @@ class Cell:
         self.jobs = jobs.jobs
         self._directory = jobs.directory
         self._path = path
-        self._speculative = PROPOSERS[proposer]
+        self._speculative = PROPOSERS[proposer].format(model=jobs.directory)
         self._options = options
         self._gates: list[StepGate] = []
 
