@@ -123,8 +123,8 @@ class DraftDepth:
         measured_steps: Sequence[tuple[float, float]] = (),
         most_asked: Asked = NOTHING_ASKED,
     ) -> None:
-        """`measured_steps`: tokens and seconds of prompts. `most_asked`: of a draft model, by a step; its `catch_up_s` if
-        the step is short."""
+        """`measured_steps`: tokens and seconds of prompts. `most_asked`: of a draft model, by a step; its `catch_up_s`
+        by a short one."""
         self._times = _DecodeTimes(max_num_rows, measured_steps)
         self._most_asked = most_asked
         self._passes = StepTimes(max_num_rows)  # of the draft model
@@ -188,7 +188,7 @@ class DraftDepth:
         return Asked(best + self._num_probed, max(most.catch_up_s, _CATCH_UP_SHARE * drafting_s))
 
     def ask_beside_prompts(self, step_s: float) -> Asked:
-        """The same for a step with prompts, which takes so long: the next one may have some, too, and verify nothing."""
+        """The same for a step with prompts, which takes so long. The next may have some, too, and verify nothing."""
         if not self._most_asked.num_drafts or self._is_off:
             return NOTHING_ASKED
         return Asked(0, max(self._most_asked.catch_up_s, _CATCH_UP_SHARE * step_s))

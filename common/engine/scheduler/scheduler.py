@@ -86,8 +86,8 @@ class Scheduler:
         max_concurrent_batches: int = 1,
         most_asked: Asked = NOTHING_ASKED,
     ) -> None:
-        """`measured_steps` and `max_concurrent_batches`: see Executor; `most_asked`: see DraftDepth. Raises ConfigError if one request may outgrow
-        the KV cache."""
+        """`measured_steps` and `max_concurrent_batches`: see Executor; `most_asked`: see DraftDepth. Raises ConfigError
+        if one request may outgrow the KV cache."""
         if kv.num_blocks_for(max_model_len) > kv.num_blocks:
             raise ConfigError(
                 f"max_model_len {max_model_len} does not fit {kv.num_blocks} KV blocks of {kv.block_size} tokens",

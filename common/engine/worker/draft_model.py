@@ -27,7 +27,6 @@ import msgspec
 
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NOTHING_ASKED, Drafting, NewRequest, SchedulerOutput
-from common.engine.model.loader import LoadedModel
 from common.engine.phases import PhaseClock
 from common.engine.speculation.base import Context
 from common.engine.worker.model_runner import ModelRunner
@@ -153,7 +152,7 @@ class DraftModel:
         began = self._clock()
         num_caught_up = self._catch_up(self._asked.catch_up_s) if self._asked.catch_up_s > 0 else 0
         caught_up = self._clock()
-        drafts = self._draft([context.request_id for context in contexts], self._asked.num_drafts)
+        drafts = self._draft(contexts, self._asked.num_drafts)
         found = list(map(len, drafts.values()))
         if found or num_caught_up:
             proposing_s = self._clock() - caught_up if found else 0.0
@@ -212,17 +211,20 @@ class DraftModel:
             stop = min(end, (start // self._block_size + 1) * self._block_size)
         return stop - start if stop - start <= most else 0
 
-    def _draft(self, request_ids: Sequence[RequestId], num_drafts: int) -> dict[RequestId, list[int]]:
+    def _draft(self, contexts: Sequence[Context], num_drafts: int) -> dict[RequestId, list[int]]:
         """Drafts of the requests of which few tokens lack."""
         table = self._runner.table
         scheduled: dict[RequestId, int] = {}
         depths: dict[RequestId, int] = {}
-        for request_id in request_ids:
-            request = self._requests[request_id]
+        for context in contexts:
+            request_id, request = context.request_id, self._requests[context.request_id]
             start, stop = int(table.num_computed_tokens[request.row]), request.num_known
-            # The last draft is not computed, so that it needs no place.
-            room = min(len(request.block_ids) * self._block_size + 1, self._limit) - stop
-            depth = min(num_drafts, room)
+            most = min(
+                len(request.block_ids) * self._block_size + 1,  # the last draft is not computed
+                context.num_prompt_tokens + context.sampling.max_tokens - 1,  # none is of use after the last token
+                self._limit,
+            )
+            depth = min(num_drafts, most - stop)
             if depth > 0 and stop - start <= _MAX_ROWS:
                 scheduled[request_id], depths[request_id] = stop - start, depth
                 self._clear_keys(request, start, stop + depth - 1)

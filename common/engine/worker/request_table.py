@@ -147,8 +147,8 @@ class RequestTable:
         self.version += 1
 
     def correct_tokens(self, request_id: RequestId, token_ids: npt.NDArray[np.int64], start: int) -> None:
-        """The request's tokens from the place `start` on are those of `token_ids`, whatever was taken for them. What was
-        computed of others counts no longer; the last one is to be computed in any case."""
+        """The request's tokens from the place `start` on are those of `token_ids`, whatever was taken for them. What
+        was computed of others counts no longer; the last one is to be computed in any case."""
         row = self._rows[request_id]
         stop = min(int(self.num_tokens[row]), len(token_ids))
         wrong = np.flatnonzero(self.token_ids[row, start:stop] != token_ids[start:stop])
