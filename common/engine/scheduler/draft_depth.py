@@ -171,14 +171,16 @@ class DraftDepth:
         drafting_s = self._times.drafting(num_rows, num_context_tokens)
         pass_s = self._passes.predict(len(chances)) if self._has_drafted else 0.0
         draft_s = pass_s + len(chances) * self._times.draft(num_context_tokens // num_rows)
-        best, least_s = 0, plain_s / num_rows
+        best, plain_token_s, least_s = 0, plain_s / num_rows, math.inf
         tokens, gains = float(num_rows), [1.0] * len(chances)
         for position in range(most.num_drafts):
             gains = [gain * chance(position) for gain, chance in zip(gains, chances, strict=True)]
             tokens += sum(gains)
             token_s = (drafting_s + (position + 1) * draft_s) / tokens
-            if token_s < least_s:
-                best, least_s = position + 1, token_s
+            if token_s >= least_s:
+                break  # as each further draft gains less than the one before it
+            least_s = token_s
+            best = position + 1 if token_s < plain_token_s else 0
         self._is_off = not best
         probe_s = draft_s + (0.0 if best else drafting_s - plain_s)
         self._probe_s = min(self._probe_s + _PROBE_SHARE * plain_s, 4 * probe_s)

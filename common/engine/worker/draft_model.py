@@ -178,8 +178,10 @@ class DraftModel:
             request = self._requests[request_id]
             start = self._skip_computed(request)
             first_block = request.block_ids[start // self._block_size]
+            if first_block in begun or (scheduled and work >= work_left) or not self._lacks_many(request):
+                continue
             num_tokens = self._chunk(request, start, work_left - work, self._max_num_tokens - sum(scheduled.values()))
-            if not num_tokens or first_block in begun or (scheduled and work >= work_left):
+            if not num_tokens:
                 continue
             begun.add(first_block)
             self._clear_keys(request, start, start + num_tokens)

@@ -248,6 +248,8 @@ class Worker:
         assert self._runner is not None
         proposed = drafts.guard.propose(self._runner.table.contexts(step.num_scheduled_tokens))
         drafting = drafts.model.take_drafting()
+        if drafts.guard.is_off:
+            self._drafts = self._draft_loaded = None
         return replace(output, drafts=proposed.drafts, proposer_failure=proposed.failure, drafting=drafting)
 
     @torch.inference_mode()
