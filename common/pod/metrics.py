@@ -217,7 +217,7 @@ class _EngineFigures(Collector):
             ("baton_pod_draft_steps", "Steps in which any request verified drafts.", "num_steps"),
             (
                 "baton_pod_draft_prompt_tokens",
-                "Tokens that the draft model computed before it could propose, such as prompts whose KV came by handoff.",
+                "Tokens that the draft model computed before it could propose, such as prompts that were handed over.",
                 "num_caught_up",
             ),
         )

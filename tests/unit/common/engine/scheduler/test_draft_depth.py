@@ -260,6 +260,52 @@ def test_beside_prompts_a_draft_model_that_pays_only_catches_up() -> None:
     assert depth.ask([Acceptance().chance], 1, 100) == depth.ask_beside_prompts(0.2) == NOTHING_ASKED
 
 
+def drafted_engine(accuracy: str, num_requests: int, num_blocks: int = 1025, **settings: bool) -> FakeEngine:
+    """The proposer is taken for a draft model of a tenth of the machine's times."""
+    measured = [(tokens, CPU.at(tokens, 0)) for tokens in (1, 64)]
+    asked = Asked(3, 0.005)
+    scheduler = create_scheduler(num_blocks=num_blocks, max_model_len=60, measured_steps=measured, most_asked=asked)
+    proposer = create_proposer(accuracy)  # type: ignore[arg-type]
+    engine = FakeEngine(scheduler, proposer=proposer, passes=tenth_of(CPU), **settings)
+    engine.machine = CPU
+    for turn in range(4):
+        engine.add(*(create_request(f"r{turn}-{each}", max_tokens=40) for each in range(num_requests)))
+        engine.run()
+        engine.assert_idle()
+    return engine
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_an_engine_with_a_draft_model_gains_where_it_is_right(num_requests: int, runs_ahead: bool) -> None:
+    plain = finished_engine("none", num_requests)
+    right, wrong = (drafted_engine(each, num_requests, runs_ahead=runs_ahead) for each in ("right", "wrong"))
+    assert right.outputs == wrong.outputs == plain.outputs
+    assert right.now < 0.8 * plain.now
+    assert wrong.now < 1.05 * plain.now
+    assert right.num_short_of_room == wrong.num_short_of_room == 0, "blocks are there before drafts are written to them"
+    assert bool(wrong.num_ahead) == runs_ahead, "steps run ahead where nothing is asked"
+    figures = right.scheduler.stats().drafts
+    assert figures.num_accepted == figures.num_verified
+    assert wrong.scheduler.stats().drafts.num_proposed < 0.3 * figures.num_proposed
+
+
+def test_drafts_take_no_blocks_that_requests_need() -> None:
+    """Each of the four grows to 12 of the 30 blocks."""
+    engine = drafted_engine("right", 4, num_blocks=31)
+    assert engine.outputs == finished_engine("none", 4).outputs
+    assert engine.num_short_of_room > 0
+    assert engine.scheduler.stats().num_preemptions <= plain_preemptions(4, 31)
+
+
+def plain_preemptions(num_requests: int, num_blocks: int) -> int:
+    engine = FakeEngine(create_scheduler(num_blocks=num_blocks, max_model_len=60))
+    for turn in range(4):
+        engine.add(*(create_request(f"r{turn}-{each}", max_tokens=40) for each in range(num_requests)))
+        engine.run()
+    return engine.scheduler.stats().num_preemptions
+
+
 def test_reasons_of_failures_are_few_and_figures_of_engines_add_up() -> None:
     one, other = DraftTotals(), DraftTotals()
     one.count_verification(4, 2)
