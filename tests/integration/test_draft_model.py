@@ -125,6 +125,17 @@ def test_the_models_own_drafts_are_right_however_tokens_are_drawn(kind: str) -> 
     assert figures.num_verified == figures.num_accepted > 0
 
 
+def test_recorded_passes_give_the_models_own_drafts() -> None:
+    """The tiny models' heads are of a size that is not recorded on CPUs."""
+    prompts = ["The capital of France is", "Once upon a time"]
+    with LLM(num_threads=1, num_blocks=64) as llm:
+        plain = [each.token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    with LLM(num_threads=1, num_blocks=64, speculative=f"draft:model={demo_model_path()}") as llm:
+        assert [each.token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)] == plain
+        figures = figures_of(llm)
+    assert figures.num_verified == figures.num_accepted > 8
+
+
 def test_drafts_of_another_model_change_no_token() -> None:
     """Some are right and some are not, also in the same run of drafts."""
     prompts = [prompt_of(9)] * 3 + [prompt_of(length) for length in LENGTHS]  # of the first, most is computed once

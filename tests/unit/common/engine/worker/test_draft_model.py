@@ -60,7 +60,11 @@ def step(model: DraftModel) -> Callable[..., tuple[dict[RequestId, list[int]], i
     contexts: dict[RequestId, Context] = {}
 
     def step(
-        *new: NewRequest, num_drafts: int = 0, num_tokens: int = 1, dropped: tuple[RequestId, ...] = ()
+        *new: NewRequest,
+        num_drafts: int = 0,
+        num_tokens: int = 1,
+        dropped: tuple[RequestId, ...] = (),
+        tokens: dict[RequestId, list[int]] | None = None,
     ) -> tuple[dict[RequestId, list[int]], int]:
         asked = Asked(num_drafts, TOKEN_S * num_tokens)
         model.begin_step(SchedulerOutput(list(new), dropped_request_ids=list(dropped), asked=asked))
@@ -70,6 +74,8 @@ def step(model: DraftModel) -> Callable[..., tuple[dict[RequestId, list[int]], i
             contexts[each.request_id] = Context(
                 each.request_id, np.array(each.token_ids), each.sampling, len(each.token_ids)
             )
+        for each, token_ids in (tokens or {}).items():
+            contexts[each] = contexts[each]._replace(token_ids=np.array(token_ids))
         found = model.propose(list(contexts.values()))
         drafting = model.take_drafting()
         assert model.check() == []
@@ -136,6 +142,34 @@ def test_a_block_counts_for_the_same_tokens_only(step: Callable[..., tuple], is_
     proposed, number = step(request(B, later, 1), dropped=(A,), num_tokens=50, num_drafts=3)
     assert number == (0 if is_same else 20)
     assert proposed == {B: reference_generate(tiny_model_dir("llama"), later, 3)}
+
+
+def test_a_block_that_was_partly_written_over_does_not_count(step: Callable[..., tuple]) -> None:
+    """Here the second block, which then comes back to the same tokens."""
+    prompt = prompt_of(14)
+    step(request(A, prompt, 1), num_tokens=50)
+    step(request(B, prompt_of(7, seed=1), 1), dropped=(A,), num_tokens=50)
+    again = NewRequest(A, prompt, 14, GREEDY, [[20, 2, 21, 22, 23]], 0, root=root_hash())
+    caught_up = [step(again, dropped=(B,), num_tokens=3)[1]]
+    while number := step(num_tokens=3)[1]:
+        caught_up.append(number)
+    assert caught_up == [4, 4, 4], "and the last one with drafts"
+    assert step(num_drafts=2)[0] == {A: reference_generate(tiny_model_dir("llama"), prompt, 2)}
+
+
+@pytest.mark.parametrize("num_right", range(4))
+@pytest.mark.parametrize("num_wrong", [0, 1, 3])
+def test_what_it_took_for_tokens_and_was_not_right_is_computed_again(
+    step: Callable[..., tuple], num_right: int, num_wrong: int
+) -> None:
+    """Several tokens come at once, also wrong ones, as it is not asked after each step."""
+    if not num_right + num_wrong:
+        pytest.skip("there is no new token")
+    prompt = prompt_of(11)
+    drafts = step(request(A, prompt, 1), num_drafts=4, num_tokens=50)[0][A]
+    token_ids = prompt + drafts[:num_right] + [token_id + 1 for token_id in drafts[num_right:][:num_wrong]]
+    expected = reference_generate(tiny_model_dir("llama"), token_ids, 1)
+    assert step(num_drafts=1, tokens={A: token_ids}) == ({A: expected}, 0)
 
 
 def test_nothing_is_proposed_beyond_blocks_and_the_end(step: Callable[..., tuple]) -> None:
