@@ -127,7 +127,7 @@ def test_the_models_own_drafts_are_right_however_tokens_are_drawn(kind: str) -> 
 
 def test_recorded_passes_give_the_models_own_drafts() -> None:
     """The tiny models' heads are of a size that is not recorded on CPUs."""
-    prompts = ["The capital of France is", "Once upon a time"]
+    prompts = ["The capital of France is", "Once upon a time there was a king who had"]
     with LLM(num_threads=1, num_blocks=64) as llm:
         plain = [each.token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
     with LLM(num_threads=1, num_blocks=64, speculative=f"draft:model={demo_model_path()}") as llm:

@@ -8,20 +8,20 @@ from tokenizers import Tokenizer
 from common.engine.config import ModelConfig
 from common.engine.model.loader import LoadedModel, load_model, model_directory, vocabulary_size
 from common.engine.speculative import DraftModelOptions
-from common.errors import ConfigError
+from common.errors import ConfigError, ModelLoadError
 
 _TOKENIZER = "tokenizer.json"
 
 
 def load_draft_model(config: ModelConfig, options: DraftModelOptions, device_number: int) -> LoadedModel:
-    """Loads it whole, however the model that `config` names is cut; its weights are not read. Raises ConfigError that
-    names the option."""
+    """Loads it whole, however the model that `config` names is cut, whose weights are not read. Raises ConfigError that
+    names the option, or the setting that both models have."""
     own = msgspec.structs.replace(
         config, model=options.model, revision=options.revision, max_model_len=None, batch_invariant=False
     )
     try:
         draft_size = vocabulary_size(own)
-    except ConfigError as error:
+    except ModelLoadError as error:
         raise _refused(error.message) from error
     size = vocabulary_size(config)
     if draft_size != size:
@@ -29,7 +29,7 @@ def load_draft_model(config: ModelConfig, options: DraftModelOptions, device_num
     _compare_tokenizers(own, config)
     try:
         loaded = load_model(own, device_number)
-    except ConfigError as error:
+    except ModelLoadError as error:
         raise _refused(error.message) from error
     if loaded.position_dims > 1:
         raise _refused(f"{options.model} has positions of {loaded.position_dims} dimensions, which drafts have not")
