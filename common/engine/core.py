@@ -27,7 +27,7 @@ import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import FinishedStep, RunningStep, SchedulerOutput
+from common.engine.contract.step import NOTHING_ASKED, Asked, FinishedStep, RunningStep, SchedulerOutput
 from common.engine.executor.base import Executor
 from common.engine.grammar.compiler import GrammarCompiler, TokenizerSource
 from common.engine.grammar.masks import GrammarMasks
@@ -51,6 +51,7 @@ from common.engine.messages import (
 )
 from common.engine.phases import Phase, PhaseClock
 from common.engine.scheduler.scheduler import Scheduler
+from common.engine.speculative import DraftModelOptions
 from common.engine.transfers.actor import TransferActor
 from common.engine.transfers.messages import Announce, End
 from common.engine.transfers.port import TransferPort
@@ -116,7 +117,7 @@ class EngineCore:
             self._lockstep = _open_lockstep(config, on_wakeup, on_failure)
             facts = executor.load_model()
             # Installed processors and proposers may look at the tokens so far.
-            looks_back = bool(config.model.logits_processors) or config.speculation.speculative is not None
+            looks_back = bool(config.model.logits_processors) or _guesses(config)
             # Engines that step together decide on one step at a time.
             self._may_run_ahead = executor.runs_ahead and not looks_back and self._lockstep is None
             self.spec = _resolve_spec(config, facts)
@@ -138,6 +139,7 @@ class EngineCore:
                 grammars=self._open_grammars(config, facts, on_wakeup, on_failure),
                 measured_steps=measured_steps,
                 max_concurrent_batches=executor.max_concurrent_batches,
+                most_asked=_most_asked(config),
             )
             self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
         except BaseException:
@@ -382,6 +384,20 @@ class EngineCore:
         self._executor.close()
 
 
+def _guesses(config: EngineConfig) -> bool:
+    """Whether each step is followed by guesses of the next tokens, which a draft model is asked for only where it
+    pays."""
+    return config.speculation.method is not None and _most_asked(config) == NOTHING_ASKED
+
+
+def _most_asked(config: EngineConfig) -> Asked:
+    """What a step may ask of the draft model, if there is one."""
+    method = config.speculation.method
+    if method is None or not isinstance(method.options, DraftModelOptions):
+        return NOTHING_ASKED
+    return Asked(method.options.depth, config.step_share_s)
+
+
 def _open_lockstep(
     config: EngineConfig, on_awaited: Callable[[], None], on_failure: Callable[[Exception], None]
 ) -> Lockstep | None:
@@ -432,6 +448,7 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         position_dims=facts.position_dims,
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
+        draft_bytes_per_block=facts.draft_bytes_per_block,
         eos_token_ids=tuple(sorted(facts.eos_token_ids)),
         logits_processors=tuple(config.model.logits_processors),
     )
@@ -442,11 +459,11 @@ def _resolve_num_blocks(cache: CacheConfig, facts: ModelFacts) -> int:
     if cache.num_blocks is not None:
         return cache.num_blocks
     memory = facts.available_kv_bytes if cache.kv_cache_memory is None else cache.kv_cache_memory
-    num_blocks = memory // facts.bytes_per_block
+    num_blocks = memory // facts.bytes_of_block
     if num_blocks < 2:
         raise ConfigError.of(
             "kv_cache_memory",
-            f"{memory} bytes hold {num_blocks} KV blocks of {facts.bytes_per_block} bytes, but at least 2 are needed; "
+            f"{memory} bytes hold {num_blocks} KV blocks of {facts.bytes_of_block} bytes, but at least 2 are needed; "
             "raise --kv-cache-memory (or --memory-fraction) or lower --block-size",
         )
     return num_blocks
@@ -473,6 +490,6 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: 
         raise ConfigError.of(
             "max_model_len",
             f"{wanted} tokens do not fit a KV cache of {fitting} tokens; lower --max-model-len, or raise "
-            f"--kv-cache-memory to at least {blocks * facts.bytes_per_block} bytes (--num-blocks {blocks})",
+            f"--kv-cache-memory to at least {blocks * facts.bytes_of_block} bytes (--num-blocks {blocks})",
         )
     return wanted

@@ -197,6 +197,7 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True):
     num_steps: int = 0  # in which some were verified
     accepted_by_position: tuple[int, ...] = ()  # sums to those accepted; empty before the first
     failures: dict[str, int] = {}  # of the proposer, by reason
+    num_caught_up: int = 0  # tokens that a draft model had to compute before it could propose, such as prompts
 
     def __add__(self, other: DraftFigures) -> DraftFigures:
         """Those of two engines together."""
@@ -208,6 +209,7 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True):
             self.num_steps + other.num_steps,
             tuple(map(sum, zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0))),
             dict(Counter(self.failures) + Counter(other.failures)),
+            self.num_caught_up + other.num_caught_up,
         )
 
 
@@ -320,6 +322,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: str
     dtype: str
     bytes_per_block: int  # on each rank; of the stage that has most layers
+    draft_bytes_per_block: int = 0  # beside them, on the rank that has the draft model
     is_direct: bool = False  # the connector writes into reserved blocks, see common.engine.kv_connector
     connector_addresses: tuple[bytes, ...] = (b"",)  # of each engine's direct connector
     max_write_s: float = 0.0  # of a direct connector, see ConnectorFacts

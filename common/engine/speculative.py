@@ -39,8 +39,24 @@ class SuffixOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory: Annotated[int, Meta(ge=2**20, le=2**36)] = 64 * 2**20  # bytes for outputs of earlier requests
 
 
-Options = NgramOptions | SuffixOptions
-_OPTIONS: dict[str, type[NgramOptions] | type[SuffixOptions]] = {"ngram": NgramOptions, "suffix": SuffixOptions}
+class DraftModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `draft`."""
+
+    model: str = ""  # local directory or hub id of a smaller model of the same vocabulary; must be given
+    depth: Depth = 4  # most drafts
+    revision: str | None = None  # on the hub
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("--speculative: draft: model is missing, as in draft:model=PATH_OR_ID,depth=4")
+
+
+Options = NgramOptions | SuffixOptions | DraftModelOptions
+_OPTIONS: dict[str, type[NgramOptions] | type[SuffixOptions] | type[DraftModelOptions]] = {
+    "ngram": NgramOptions,
+    "suffix": SuffixOptions,
+    "draft": DraftModelOptions,
+}
 
 
 class SpeculativeMethod(NamedTuple):

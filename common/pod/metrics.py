@@ -94,6 +94,7 @@ class _CacheConfig(Collector):
             "block_size": str(spec.block_size),
             "num_blocks": str(spec.num_blocks),
             "bytes_per_block": str(spec.bytes_per_block),
+            "draft_bytes_per_block": str(spec.draft_bytes_per_block),
             "enable_prefix_caching": str(config.cache.enable_prefix_caching).lower(),
             "connector": config.connector or "none",
             "dtype": spec.dtype,
@@ -214,6 +215,11 @@ class _EngineFigures(Collector):
                 "num_verifications",
             ),
             ("baton_pod_draft_steps", "Steps in which any request verified drafts.", "num_steps"),
+            (
+                "baton_pod_draft_prompt_tokens",
+                "Tokens that the draft model computed before it could propose, such as prompts that were handed over.",
+                "num_caught_up",
+            ),
         )
         for name, documentation, field in figures:
             family = CounterMetricFamily(name, documentation, labels=self._labels)

@@ -14,6 +14,7 @@ from common.engine.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from common.engine.kv_connector import WorkerConnector
 from common.engine.messages import (
@@ -63,6 +64,7 @@ def create_engine(
     quantization: str | None = None,
     options: Mapping[str, str | int | float | bool] | None = None,
     executor: str = "inproc",
+    speculative: str | None = None,
 ) -> InprocClient:
     """An engine with a shared-storage connector at `path`; none: without a connector."""
     connector = None
@@ -88,6 +90,7 @@ def create_engine(
             scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=16),
             connector=connector,
             parallel=ParallelConfig(executor=executor),
+            speculation=SpeculationConfig(speculative=speculative),
         )
     )
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.engine.config import EngineConfig
+from common.engine.contract.step import Asked
 from common.engine.scheduler.draft_depth import Candidate, DraftDepth
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
 
 NUM_DRAFTS = 4
+LONG_S = 1e3  # to compute a prompt
 ANSWERS: list[list[int]] = []  # prompts with all that follows; set by tests
 ANSWERS_FILE = "answers.json"  # the same, beside the model, for pods in processes
 MISTAKEN_EVERY = 11  # tokens
@@ -30,6 +32,14 @@ class AllDrafts(DraftDepth):
             depths.append(min(each.num_drafts, room))
             room -= depths[-1]
         return depths
+
+    def ask(self, chances: Sequence[Callable[[int], float]], num_rows: int, num_context_tokens: int) -> Asked:
+        """See DraftDepth."""
+        return Asked(self._most_asked.num_drafts, LONG_S)
+
+    def ask_beside_prompts(self, step_s: float) -> Asked:
+        """See DraftDepth."""
+        return Asked(0, LONG_S)
 
 
 class CountingProposer(FakeProposer):

@@ -53,6 +53,31 @@ class PromptLogprobs(NamedTuple):
     entries: list[Logprobs]
 
 
+class Asked(NamedTuple):
+    """What a draft model may do once a step has sampled."""
+
+    num_drafts: int = 0  # of each request, at most
+    catch_up_s: float = 0.0  # seconds for tokens that it has not computed yet
+
+
+NOTHING_ASKED = Asked()
+
+
+class Drafting(NamedTuple):
+    """What a draft model has done after a step."""
+
+    num_passes: int = 0  # each of which gives a draft
+    num_rows: int = 0  # in the largest of them
+    proposing_s: float = 0.0  # of all passes
+    num_caught_up: int = 0  # tokens that it had not computed when it should have, such as prompts from elsewhere
+    catch_up_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, in which the model itself computed nothing."""
+        return self.proposing_s + self.catch_up_s
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step. A request samples a token if and only if its scheduled tokens reach its last one. One with drafts
@@ -73,6 +98,7 @@ class SchedulerOutput:
     dropped_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted: forget them first
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # token ids; among the scheduled tokens
     forgets_outputs: bool = False  # of requests dropped so far: a proposer keeps nothing of them
+    asked: Asked = NOTHING_ASKED  # of the draft model, if there is one
     # Of each engine in this step, if engines step together; an engine without any computes for the others only.
     tokens_by_engine: list[int] = field(default_factory=list)
 
@@ -111,10 +137,11 @@ class ModelRunnerOutput:
     fence: Fence = 0  # after which the KV of the step's tokens is written
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # what may come after the outcomes; see Proposer
     proposer_failure: str = ""  # what went wrong with the proposer, see its guard
+    drafting: Drafting | None = None  # by a draft model
 
     def without_drafts(self) -> ModelRunnerOutput:
         """What ranks that sample the same have in common."""
-        return replace(self, drafts={}, proposer_failure="")
+        return replace(self, drafts={}, proposer_failure="", drafting=None)
 
 
 class RunningStep(Protocol):

@@ -171,6 +171,14 @@ def identify_model(config: ModelConfig, device_number: int = 0) -> bytes:
         raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
 
 
+def vocabulary_size(config: ModelConfig) -> int:
+    """The number of tokens, by the model's configuration. Raises ModelLoadError."""
+    directory = model_directory(config, ["config.json"])
+    _read_config(directory)
+    with _quiet_transformers(), _unusable(directory):
+        return int(_model_config(directory).get_text_config().vocab_size)
+
+
 def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type[QuantizedLinear]:
     layer = QUANTIZATIONS.find(name)
     if not device.can_multiply(layer):

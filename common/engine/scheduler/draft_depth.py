@@ -5,6 +5,9 @@ added in the order of tokens gained per second, as long as that is more than the
 the step with drafts is compared with the one without any. That is the optimum: gains of a request fall with each draft,
 and a ratio of sums is raised by exactly those terms whose own ratio is higher.
 
+A draft model takes time for each draft that it proposes, whether it is verified or not. So a step asks it for as many
+drafts of each request as pay with that; those that are there then cost no more than others.
+
 Drafts that do not pay are tried all the same now and then, within a small share of the time, to notice when they are
 right again; and so are steps without drafts where these pay, to know what they take.
 """
@@ -16,6 +19,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
+from common.engine.contract.step import NOTHING_ASKED, Asked, Drafting
 from common.engine.messages import NUM_DRAFT_POSITIONS
 from common.step_times import StepTimes
 
@@ -29,6 +33,7 @@ _MAX_DRAFTING_STEPS = 64  # in a row, for the same reason
 _SLOWNESS_FADING = 0.95  # of the weight of a step with drafts
 _MOST_SURPRISE = math.log(2)
 _LEAST_S = 1e-9
+_CATCH_UP_SHARE = 0.1  # of a step that takes long enough, for a draft model to catch up beside it
 _MEASURED_ROWS = 128  # most tokens of a measured step whose time tells of as many rows
 
 
@@ -112,9 +117,20 @@ class _DecodeTimes:
 class DraftDepth:
     """Chooses how many drafts are verified. Learns from each step of an engine that has a proposer."""
 
-    def __init__(self, max_num_rows: int, measured_steps: Sequence[tuple[float, float]] = ()) -> None:
-        """`measured_steps`: tokens and seconds of prompts."""
+    def __init__(
+        self,
+        max_num_rows: int,
+        measured_steps: Sequence[tuple[float, float]] = (),
+        most_asked: Asked = NOTHING_ASKED,
+    ) -> None:
+        """`measured_steps`: tokens and seconds of prompts. `most_asked`: of a draft model, by a step; its `catch_up_s`
+        by a short one."""
         self._times = _DecodeTimes(max_num_rows, measured_steps)
+        self._most_asked = most_asked
+        self._passes = StepTimes(max_num_rows)  # of the draft model
+        self._has_drafted = False
+        self._is_off = False  # the draft model was asked last, if at all, to see whether it pays
+        self._num_probed = 0  # passes of those asked for
         self._num_alike = 0  # latest steps all of which had drafts, or none of which had
         self._had_drafts = False
         self._probe_s = 0.0  # that probes may take
@@ -136,12 +152,58 @@ class DraftDepth:
         drafting_s = self._times.drafting(num_rows, num_context_tokens)
         costs = [self._times.draft(each.num_context_tokens) for each in candidates]
         depths = best_depths(candidates, costs, num_rows, plain_s, drafting_s, room)
-        self._probe_s = min(self._probe_s + _PROBE_SHARE * plain_s, 2 * drafting_s)
+        if not self._most_asked.num_drafts:
+            self._probe_s = min(self._probe_s + _PROBE_SHARE * plain_s, 2 * drafting_s)
         if any(depths):
             self._probe(candidates, costs, depths, 0.0, room)
         elif not self._had_drafts and self._num_alike >= _LEAST_PLAIN_STEPS:
             self._probe(candidates, costs, depths, drafting_s - plain_s, room)
         return depths
+
+    def ask(self, chances: Sequence[Callable[[int], float]], num_rows: int, num_context_tokens: int) -> Asked:
+        """Returns what to ask of the draft model when a step without prompts has sampled, of which `num_rows` rows give
+        a token each and read the KV of `num_context_tokens`. The next is expected to be like it. `chances`: of those of
+        its requests that may have drafts then, see Acceptance."""
+        most = self._most_asked
+        if not most.num_drafts or not chances:
+            return NOTHING_ASKED
+        plain_s = self._times.plain(num_rows, num_context_tokens)
+        drafting_s = self._times.drafting(num_rows, num_context_tokens)
+        pass_s = self._passes.predict(len(chances)) if self._has_drafted else 0.0
+        draft_s = pass_s + len(chances) * self._times.draft(num_context_tokens // num_rows)
+        best, plain_token_s, least_s = 0, plain_s / num_rows, math.inf
+        tokens, gains = float(num_rows), [1.0] * len(chances)
+        for position in range(most.num_drafts):
+            gains = [gain * chance(position) for gain, chance in zip(gains, chances, strict=True)]
+            tokens += sum(gains)
+            token_s = (drafting_s + (position + 1) * draft_s) / tokens
+            if token_s >= least_s:
+                break  # as each further draft gains less than the one before it
+            least_s = token_s
+            best = position + 1 if token_s < plain_token_s else 0
+        self._is_off = not best
+        probe_s = draft_s + (0.0 if best else drafting_s - plain_s)
+        self._probe_s = min(self._probe_s + _PROBE_SHARE * plain_s, 4 * probe_s)
+        self._num_probed = int(best < most.num_drafts and self._probe_s > 2 * probe_s)
+        if not best:
+            return Asked(1, self._probe_s - probe_s) if self._num_probed else NOTHING_ASKED
+        return Asked(best + self._num_probed, max(most.catch_up_s, _CATCH_UP_SHARE * drafting_s))
+
+    def ask_beside_prompts(self, step_s: float) -> Asked:
+        """The same for a step with prompts, which takes so long. The next may have some, too, and verify nothing."""
+        if not self._most_asked.num_drafts or self._is_off:
+            return NOTHING_ASKED
+        return Asked(0, max(self._most_asked.catch_up_s, _CATCH_UP_SHARE * step_s))
+
+    def observe_drafting(self, drafting: Drafting) -> None:
+        """Learns from what the draft model has done after a step."""
+        if self._is_off:
+            self._probe_s -= drafting.catch_up_s
+        if drafting.num_passes:
+            pass_s = drafting.proposing_s / drafting.num_passes
+            self._probe_s -= self._num_probed * pass_s
+            self._passes.observe(pass_s, drafting.num_rows)
+            self._has_drafted = True
 
     def _probe(
         self, candidates: Sequence[Candidate], costs: Sequence[float], depths: list[int], first_s: float, room: int

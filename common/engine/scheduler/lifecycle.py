@@ -291,6 +291,8 @@ class Lifecycle:
             running = {request.request_id: request for request in flight.scheduled if not request.is_finished}
             self.drafts = {running[each]: found for each, found in result.drafts.items() if each in running}
             self.totals.drafts.num_proposed += sum(map(len, self.drafts.values()))
+        if result.drafting is not None:
+            self.totals.drafts.num_caught_up += result.drafting.num_caught_up
         if result.proposer_failure:
             self.totals.drafts.count_failure(result.proposer_failure)
 

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from common.engine.config import SchedulerConfig
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import RequestGrammar
-from common.engine.contract.step import ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
+from common.engine.contract.step import NOTHING_ASKED, Asked, ModelRunnerOutput, NewRequest, Outcome, SchedulerOutput
 from common.engine.kv_cache import CacheChange, KVCacheManager
 from common.engine.messages import (
     AddRequest,
@@ -84,9 +84,10 @@ class Scheduler:
         min_prefill_tokens: int = MIN_PREFILL_TOKENS,
         watermark: float = WATERMARK,
         max_concurrent_batches: int = 1,
+        most_asked: Asked = NOTHING_ASKED,
     ) -> None:
-        """`measured_steps` and `max_concurrent_batches`: see Executor. Raises ConfigError if one request may outgrow
-        the KV cache."""
+        """`measured_steps` and `max_concurrent_batches`: see Executor; `most_asked`: see DraftDepth. Raises ConfigError
+        if one request may outgrow the KV cache."""
         if kv.num_blocks_for(max_model_len) > kv.num_blocks:
             raise ConfigError(
                 f"max_model_len {max_model_len} does not fit {kv.num_blocks} KV blocks of {kv.block_size} tokens",
@@ -114,7 +115,9 @@ class Scheduler:
         self._step_times = StepTimes.measured(config.max_num_batched_tokens, measured_work)
         self._knee = measured_knee(measured_steps)
         self._forgets_outputs = False  # in the next step
-        self._draft_depth = DraftDepth(self._max_num_running, measured_steps)
+        self._draft_depth = DraftDepth(self._max_num_running, measured_steps, most_asked)
+        self._has_draft_model = most_asked != NOTHING_ASKED
+        self._asked = NOTHING_ASKED  # by the last step
         self._num_arrivals = 0
         self._last_step_tokens = 0
         self._last_step_s = 0.0  # of one with tokens: others do not show the model's speed
@@ -167,8 +170,11 @@ class Scheduler:
             self._schedule_prompts(prompts, last, plan, now)
             if last is not None and self._may_reserve(last):
                 self._lifecycle.is_stalled = False  # what it left blocks for waits for a tier now
+        self._asked = self._ask(plan) if self._has_draft_model else NOTHING_ASKED
         if self._lifecycle.drafts:
             self._schedule_drafts(plan)
+        if self._asked.num_drafts:
+            self._make_room_for_what_is_asked(plan)
         return self._build(plan)
 
     def schedule_ahead(self) -> SchedulerOutput | None:
@@ -177,9 +183,13 @@ class Scheduler:
         running = self._running
         if self._has_more_to_decide or not all(self._samples_simply(request) for request in running):
             return None
+        if self._asked.num_drafts:
+            return None  # drafts may follow from the step that runs
         going_on = [request for request in running if request.num_tokens + 1 < request.max_num_tokens]
         num_grown = sum(request.num_tokens % self._block_size == 0 for request in going_on)
         if not going_on or num_grown * self._num_groups > self._kv.num_free_blocks:
+            return None
+        if self._has_draft_model and self._ask_for(going_on, sum(map(_num_tokens, going_on))) != NOTHING_ASKED:
             return None
         ahead = SchedulerOutput(
             num_scheduled_tokens=dict.fromkeys((request.request_id for request in going_on), 1),
@@ -257,6 +267,34 @@ class Scheduler:
             elif num_scheduled % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
                 decode(request, num_scheduled)
         return prompts
+
+    def _ask(self, plan: StepPlan) -> Asked:
+        """What the draft model may do once the step that is planned so far has sampled."""
+        if plan.has_prompts:
+            return self._draft_depth.ask_beside_prompts(self._step_times.predict(plan.work, plan.num_context_tokens))
+        return self._ask_for(list(plan.scheduled), plan.num_context_tokens)
+
+    def _ask_for(self, requests: Sequence[Request], num_context_tokens: int) -> Asked:
+        of_pod = self._draft_depth.acceptance
+        chances = [(request.acceptance or of_pod).chance for request in requests if self._may_have_drafts(request)]
+        return self._draft_depth.ask(chances, len(requests), num_context_tokens)
+
+    def _may_have_drafts(self, request: Request) -> bool:
+        """Whether the step after the next token of a request that decodes may verify some."""
+        return (
+            request.sampling.speculative
+            and not request.is_producer
+            and request.num_tokens + 2 < request.max_num_tokens  # or the last token would come after none
+        )
+
+    def _make_room_for_what_is_asked(self, plan: StepPlan) -> None:
+        """The draft model writes its KV to the blocks of the tokens that it proposes. Where there are none, it proposes
+        fewer."""
+        for request, num_tokens in plan.scheduled.items():
+            num_known = request.num_scheduled_tokens + num_tokens + 1  # if the step's drafts are right
+            num_drafts = min(self._asked.num_drafts, request.max_num_tokens - num_known - 1)
+            if num_drafts > 0 and self._may_have_drafts(request):
+                self._make_room_for_drafts(request, num_tokens - 1 + num_drafts, plan)
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
         """Lets requests that decode in this step verify what was proposed for them, as far as it pays and the budget,
@@ -433,6 +471,7 @@ class Scheduler:
             num_context_tokens=plan.num_context_tokens,
             dropped_request_ids=self._lifecycle.take_dropped(),
             forgets_outputs=self._forgets_outputs,
+            asked=self._asked,
         )
         self._forgets_outputs = False
         for request, block_ids in plan.new_block_ids.items():
@@ -492,13 +531,17 @@ class Scheduler:
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput, step_s: float) -> list[RequestOutput]:
         """Take the runner's answer to `step`, the first in flight, which took `step_s` seconds. Returns all outputs
         since the last call."""
-        self._step_times.observe(step_s, step.work, step.num_context_tokens)
+        own_s = step_s  # of the model
+        if (drafting := result.drafting) is not None:
+            own_s -= drafting.seconds
+            self._draft_depth.observe_drafting(drafting)
+        self._step_times.observe(own_s, step.work, step.num_context_tokens)
         num_tokens = step.total_num_scheduled_tokens
         if num_tokens:
             self._last_step_tokens = num_tokens
             self._last_step_s = step_s
             if step.work == num_tokens and self._lifecycle.totals.drafts.num_proposed:  # prompts weigh more
-                self._draft_depth.observe(step_s, num_tokens, step.num_context_tokens, has_drafts=bool(step.drafts))
+                self._draft_depth.observe(own_s, num_tokens, step.num_context_tokens, has_drafts=bool(step.drafts))
         self._lifecycle.step_ended(result, step_s)
         return self._lifecycle.take_news()
 
@@ -592,6 +635,10 @@ class Scheduler:
             num_blocks_in_use=self._kv.num_blocks - self._kv.num_free_blocks,
             num_transfers=0,
         )
+
+
+def _num_tokens(request: Request) -> int:
+    return request.num_tokens
 
 
 def _order(request: Request) -> tuple[int, float, int]:

@@ -34,6 +34,7 @@ class DraftTotals:
     num_steps: int = 0
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_POSITIONS)
     failures: dict[str, int] = field(default_factory=dict)
+    num_caught_up: int = 0
 
     def count_verification(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the drafts of a request in a step."""
@@ -60,6 +61,7 @@ class DraftTotals:
             self.num_steps,
             tuple(self.accepted_by_position) if self.num_verified else (),
             self.failures.copy(),
+            self.num_caught_up,
         )
 
 

@@ -54,6 +54,11 @@ class GuardedProposer:
         self._untold: Failure | Literal[""] = ""  # of `forget` and `reset`, which have no answer
         self._logged: set[str] = set()
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it has failed too often."""
+        return self._proposer is None
+
     def propose(self, requests: Sequence[Context]) -> Proposed:
         """Asks for drafts for requests that have just sampled."""
         if self._proposer is None or not requests:

@@ -56,7 +56,8 @@ class BatchPacker:
         self, num_scheduled_tokens: dict[RequestId, int], drafts: Mapping[RequestId, Sequence[int]]
     ) -> PackedBatch:
         """Builds the batch. The table knows the requests and how many of their tokens are computed; in it, those of
-        the batch count as computed from here on. A request with drafts is as many decodes as it computes tokens."""
+        the batch count as computed from here on. A request with drafts, or an entry for none, is as many decodes as it
+        computes tokens."""
         table, block_size = self._table, self._block_size
         last = self._last
         if last is not None and not drafts and last.is_repeated(num_scheduled_tokens, table.version):

@@ -108,6 +108,11 @@ class ModelRunner:
         """Of each request that it knows, in each KV group."""
         return self._table.block_ids
 
+    @property
+    def table(self) -> RequestTable:
+        """The requests that it knows."""
+        return self._table
+
     def check_proposer(self) -> list[str]:
         """Violations of the proposer's own bounds."""
         return [] if self._proposer is None else self._proposer.check()
@@ -240,10 +245,13 @@ class ModelRunner:
         tokens = batch.input_ids if self._stage.is_first else self._receive(num_tokens)
         inputs = DecodeInputs(tokens, batch.positions, batch.attention)
         keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
-        if keeps_all and self._recorded is not None and batch.attention.num_decodes == num_tokens:
+        if not batch.prompt_runs and self._recorded is not None and batch.attention.num_decodes == num_tokens:
             found = self._run_recorded(self._recorded, inputs)
+            if found is not None and not self._stage.is_last:
+                return found.clone()
             if found is not None:
-                return found[:, : self._loaded.vocab_size] if self._stage.is_last else found.clone()
+                found = found[:, : self._loaded.vocab_size]
+                return found if keeps_all else found[batch.logits_index]
         return self._compute(inputs, None if keeps_all or not self._stage.is_last else batch.logits_index)
 
     def _receive(self, num_tokens: int) -> torch.Tensor:

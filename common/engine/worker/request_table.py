@@ -146,6 +146,22 @@ class RequestTable:
         self.num_computed_tokens[row] = num_tokens - 1
         self.version += 1
 
+    def correct_tokens(self, request_id: RequestId, token_ids: npt.NDArray[np.int64], start: int) -> None:
+        """The request's tokens from the place `start` on are those of `token_ids`, whatever was taken for them. What
+        was computed of others counts no longer; the last one is to be computed in any case."""
+        row = self._rows[request_id]
+        stop = min(int(self.num_tokens[row]), len(token_ids))
+        wrong = np.flatnonzero(self.token_ids[row, start:stop] != token_ids[start:stop])
+        num_right = start + int(wrong[0]) if len(wrong) else stop
+        self.token_ids[row, start : len(token_ids)] = token_ids[start:]
+        self.num_tokens[row] = len(token_ids)
+        self.set_computed(row, min(int(self.num_computed_tokens[row]), num_right, len(token_ids) - 1))
+
+    def set_computed(self, row: int, num_tokens: int) -> None:
+        """So many leading tokens of the row are computed."""
+        self.num_computed_tokens[row] = num_tokens
+        self.version += 1
+
     def contexts(self, request_ids: Iterable[RequestId]) -> list[Context]:
         """What a proposer may know of those requests that it knows and that have not turned it off."""
         rows = self._rows

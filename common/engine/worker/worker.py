@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,12 +14,20 @@ from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
-from common.engine.contract.step import Fence, FinishedStep, ModelRunnerOutput, RunningStep, SchedulerOutput
+from common.engine.contract.step import (
+    NOTHING_ASKED,
+    Fence,
+    FinishedStep,
+    ModelRunnerOutput,
+    RunningStep,
+    SchedulerOutput,
+)
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, StepFences
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.kv_connector import NO_FENCES, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
+from common.engine.model.draft_loader import load_draft_model
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.kv_groups import GroupLayers, all_in_one
@@ -29,7 +38,9 @@ from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.guard import GuardedProposer
 from common.engine.speculation.registry import create_proposer
+from common.engine.speculative import DraftModelOptions
 from common.engine.worker.connector import create_connector
+from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
@@ -48,6 +59,13 @@ class _FencedStep(NamedTuple):
     def result(self) -> ModelRunnerOutput:
         """See RunningStep."""
         return replace(self.running.result(), fence=self.fence)
+
+
+class _Drafts(NamedTuple):
+    """The draft model, and what keeps its failures from the streams."""
+
+    model: DraftModel
+    guard: GuardedProposer
 
 
 class Worker:
@@ -79,19 +97,27 @@ class Worker:
         self._kv_cache: torch.Tensor | None = None
         self._runner: ModelRunner | None = None
         self._proposer: Proposer | None = None
+        self._draft_loaded: LoadedModel | None = None
+        self._drafts: _Drafts | None = None
 
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""
         # First, as its errors come at once while a model may take minutes to load.
         if self._config.connector is not None:
             self._connector = create_connector(self._config.connector)
+        device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
         if self.rank == self._config.parallel.answering_rank:  # others may find another time too long
             self._proposer = create_proposer(self._config)
-        device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
+            method = self._config.speculation.method
+            if method is not None and isinstance(method.options, DraftModelOptions):
+                self._draft_loaded = load_draft_model(self._config.model, method.options, device_number)
         loaded = self._loaded = load_model(
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
+        if self._draft_loaded is not None and loaded.kv_groups[0].kind != "full":
+            reason = "draft: not for a model whose first KV group keeps a window of tokens only"
+            raise ConfigError.of("speculative", reason)
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
         try:
@@ -112,6 +138,7 @@ class Worker:
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
             bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
+            draft_bytes_per_block=self._draft_bytes_per_block,
             available_kv_bytes=self._kv_bytes(loaded),
             device=loaded.device.name,
             dtype=dtype,
@@ -146,6 +173,8 @@ class Worker:
         can_record = self._ranks.can_record and self._experts is None
         if not self._config.model.enforce_eager and can_record:
             self._runner.record_decodes()
+        if self._draft_loaded is not None:
+            self._drafts = self._open_draft_model(self._draft_loaded, num_blocks, self._runner.max_model_len)
 
     def measure_steps(self) -> list[tuple[int, float]]:
         """See Executor.measure_steps."""
@@ -183,7 +212,8 @@ class Worker:
     @property
     def num_failed_recordings(self) -> int:
         """See Executor.num_failed_recordings."""
-        return 0 if self._runner is None else self._runner.num_failed_recordings
+        of_drafts = 0 if self._drafts is None else self._drafts.model.num_failed_recordings
+        return 0 if self._runner is None else self._runner.num_failed_recordings + of_drafts
 
     def note_sampled(self, sampled: Mapping[RequestId, Sequence[int]]) -> None:
         """See ModelRunner."""
@@ -194,6 +224,8 @@ class Worker:
         """See Executor.submit."""
         assert self._runner is not None
         self._runner.update_requests(step)
+        if self._drafts is not None:
+            self._drafts.model.begin_step(step)
         if self._experts is not None:
             self._experts.begin_step(step.tokens_by_engine)
         if not step.num_scheduled_tokens:
@@ -201,12 +233,24 @@ class Worker:
                 self._attend()
             return FinishedStep(ModelRunnerOutput())
         running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, self.phases)
+        if self._drafts is not None and step.asked != NOTHING_ASKED:
+            running = FinishedStep(self._propose(self._drafts, step, running.result()))
         return running if self._fences is None else _FencedStep(running, self._fences.record())
 
     def check(self, known: KnownRequests) -> list[str]:
         """See Executor.check."""
         assert self._runner is not None
-        return known.violations(self._runner.block_tables) + self._runner.check_proposer()
+        of_drafts = [] if self._drafts is None else self._drafts.guard.check()
+        return known.violations(self._runner.block_tables) + self._runner.check_proposer() + of_drafts
+
+    def _propose(self, drafts: _Drafts, step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Adds the draft model's drafts of what comes next."""
+        assert self._runner is not None
+        proposed = drafts.guard.propose(self._runner.table.contexts(step.num_scheduled_tokens))
+        drafting = drafts.model.take_drafting()
+        if drafts.guard.is_off:
+            self._drafts = self._draft_loaded = None
+        return replace(output, drafts=proposed.drafts, proposer_failure=proposed.failure, drafting=drafting)
 
     @torch.inference_mode()
     def _attend(self) -> None:
@@ -224,7 +268,7 @@ class Worker:
         if connector is not None:
             connector.close()
         self._runner = None
-        self._proposer = None
+        self._proposer = self._draft_loaded = self._drafts = None
         self._kv_cache = None
         self._loaded = None
         self._ranks.close()
@@ -236,13 +280,34 @@ class Worker:
         proposer, self._proposer = self._proposer, None  # the guard lets go of one that is switched off
         return None if proposer is None else GuardedProposer(proposer, vocab_size, self._config.step_share_s)
 
+    def _open_draft_model(self, loaded: LoadedModel, num_blocks: int, max_model_len: int) -> _Drafts:
+        assert self._loaded is not None
+        block_size, scheduler = self._config.cache.block_size, self._config.scheduler
+        runner = ModelRunner(
+            replace(loaded, eos_token_ids=self._loaded.eos_token_ids),  # which `min_tokens` excludes
+            allocate_kv_cache(loaded.kv_spec, num_blocks, block_size, loaded.device),
+            block_size=block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        if not self._config.model.enforce_eager:
+            runner.record_decodes()
+        model = DraftModel(runner, num_blocks, block_size, loaded.max_model_len, scheduler.max_num_batched_tokens)
+        return _Drafts(model, GuardedProposer(model, loaded.vocab_size, math.inf))
+
+    @property
+    def _draft_bytes_per_block(self) -> int:
+        """Of the draft model's KV, beside the model's."""
+        loaded = self._draft_loaded
+        return 0 if loaded is None else loaded.kv_spec.bytes_per_block(self._config.cache.block_size)
+
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)
 
     def _kv_bytes(self, loaded: LoadedModel) -> int:
         """Returns the bytes for the KV cache, at most as many as the scheduler can use."""
         cache = self._config.cache
-        bytes_per_block = loaded.kv_spec.bytes_per_block(cache.block_size)
+        bytes_per_block = loaded.kv_spec.bytes_per_block(cache.block_size) + self._draft_bytes_per_block
         if cache.num_blocks is not None:
             return cache.num_blocks * bytes_per_block
         blocks_per_seq = -(-self._max_model_len(loaded) // cache.block_size) * len(loaded.kv_groups)

@@ -102,7 +102,15 @@ _EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
 _CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
 _DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
 _OWN_FACTS = frozenset(
-    {"available_kv_bytes", "bytes_per_block", "device", "kernels_failed", "num_threads", "tokenizer_directory"}
+    {
+        "available_kv_bytes",
+        "bytes_per_block",
+        "device",
+        "draft_bytes_per_block",
+        "kernels_failed",
+        "num_threads",
+        "tokenizer_directory",
+    }
 )
 
 _Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
@@ -610,12 +618,13 @@ def join_facts(by_rank: Sequence[ModelFacts]) -> ModelFacts:
                     param="model",
                 )
     bytes_per_block = max(facts.bytes_per_block for facts in by_rank)  # stages may have more layers or fewer
+    draft_bytes_per_block = max(facts.draft_bytes_per_block for facts in by_rank)
+    in_all = bytes_per_block + draft_bytes_per_block
     return replace(
         first,
         bytes_per_block=bytes_per_block,
-        available_kv_bytes=min(
-            facts.available_kv_bytes * bytes_per_block // facts.bytes_per_block for facts in by_rank
-        ),
+        draft_bytes_per_block=draft_bytes_per_block,
+        available_kv_bytes=min(facts.available_kv_bytes * in_all // facts.bytes_of_block for facts in by_rank),
         kernels_failed=any(facts.kernels_failed for facts in by_rank),
     )
 

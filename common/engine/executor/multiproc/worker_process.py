@@ -186,7 +186,7 @@ class RankProcess:
                         worker.note_sampled(sampled)
                     output = self._run_step(worker, step)
                     result = encode(StepDone(output))
-                    own = output.drafts or output.proposer_failure  # of the rank that answers
+                    own = output.drafts or output.proposer_failure or output.drafting  # of the rank that answers
                     alike = encode(StepDone(output.without_drafts())) if own else result
                     self._digests.end_step(message.encoded, alike)
                     if self._tells_digests:

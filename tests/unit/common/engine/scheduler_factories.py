@@ -25,7 +25,16 @@ import numpy as np
 from common.engine.config import SchedulerConfig
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.parts import encode_address
-from common.engine.contract.step import ModelRunnerOutput, NewRequest, NoToken, Outcome, SchedulerOutput
+from common.engine.contract.step import (
+    NOTHING_ASKED,
+    Asked,
+    Drafting,
+    ModelRunnerOutput,
+    NewRequest,
+    NoToken,
+    Outcome,
+    SchedulerOutput,
+)
 from common.engine.executor.fake import ONE_GROUP
 from common.engine.kv_cache import KVCacheManager, KVGroups, create_kv_cache_manager
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, TransferResult
@@ -138,6 +147,7 @@ def create_scheduler(
     enable_prefix_caching: bool = True,
     is_direct: bool = False,
     max_concurrent_batches: int = 1,
+    most_asked: Asked = NOTHING_ASKED,
     keeps_blocks: bool = False,
     wants_offloads: bool = False,
     groups: Sequence[KVGroupSpec] = ONE_GROUP,
@@ -165,6 +175,7 @@ def create_scheduler(
         watermark=watermark,
         min_prefill_tokens=min_prefill_tokens,
         max_concurrent_batches=max_concurrent_batches,
+        most_asked=most_asked,
         grammars=grammars,
     )
 
@@ -329,7 +340,10 @@ class FakeEngine:
         depth: int = 1,
         proposer: Proposer | None = None,
         num_ranks: int = 1,
+        passes: Line | None = None,
     ) -> None:
+        self.passes = passes  # of a draft model that the proposer is taken for: times of each
+        self.num_short_of_room = 0  # drafts that were asked for, and for whose KV there was no block
         self.scheduler = scheduler or create_scheduler(block_size=block_size)
         self._groups = self.scheduler.kv.groups
         self.block_size = block_size
@@ -501,8 +515,9 @@ class FakeEngine:
         scheduled, self._scheduled = self._scheduled, None
         assert scheduled is not None
         step_s = 0.01 if self.machine is None else self.machine.at(scheduled.work, scheduled.num_context_tokens)
-        self.now += 1.0 if self.machine is None else step_s
         result = self._execute(scheduled)
+        step_s += 0.0 if result.drafting is None else result.drafting.seconds
+        self.now += 1.0 if self.machine is None else step_s
         self._collect(self.scheduler.update(scheduled, result, step_s))
         self._settle_if_at_once()
         deferred, self._deferred = self._deferred, []
@@ -695,7 +710,22 @@ class FakeEngine:
             elif stop == len(request.token_ids):
                 outcomes[request_id] = self._sample(request, step.drafts.get(request_id, []))
                 request.num_computed_tokens = len(request.token_ids) - 1
-        return ModelRunnerOutput(outcomes, drafts=self._propose(outcomes))
+        drafts = self._propose(outcomes)
+        if self.passes is None:
+            return ModelRunnerOutput(outcomes, drafts=drafts)
+        drafts = {each: self._that_have_room(each, found[: step.asked.num_drafts]) for each, found in drafts.items()}
+        num_passes = max(map(len, drafts.values()), default=0)
+        drafting = Drafting(num_passes, len(drafts), num_passes * self.passes.at(len(drafts), 0))
+        return ModelRunnerOutput(outcomes, drafts=drafts, drafting=drafting)
+
+    def _that_have_room(self, request_id: RequestId, drafts: list[int]) -> list[int]:
+        """A draft model writes the KV of all but the last of its drafts to the request's blocks."""
+        request = self._running[request_id]
+        live = self.scheduler._places.live.get(request_id)
+        drafts = [] if live is None else drafts[: max(live.max_num_tokens - len(request.token_ids) - 1, 0)]
+        room = len(request.block_tables[0]) * self.block_size - len(request.token_ids) + 1
+        self.num_short_of_room += len(drafts[max(room, 0) :])
+        return drafts[: max(room, 0)]
 
     def _sample(self, request: _RunningRequest, drafts: list[int]) -> list[SampledToken]:
         tokens: list[SampledToken] = []

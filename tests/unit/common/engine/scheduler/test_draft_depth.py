@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from common.engine.contract.step import NOTHING_ASKED, Asked, Drafting
 from common.engine.messages import EngineStats, join_stats
 from common.engine.scheduler.draft_depth import Acceptance, Candidate, DraftDepth, best_depths
 from common.engine.scheduler.totals import DraftTotals
@@ -135,6 +136,176 @@ def test_drafts_that_become_right_are_noticed(machine: Line, size: int, num_step
     speed, depth = batch.run(50, chance=0.9)
     assert speed > 1.5
     assert depth > 2
+
+
+class DraftedBatch:
+    """The same with a draft model: its passes take known times, and each step decides what it is asked for."""
+
+    def __init__(self, machine: Line, passes: Line, size: int) -> None:
+        self._machine, self._passes, self._size = machine, passes, size
+        self._noise, self._drawn = random.Random(1), random.Random(2)
+        measured = [(float(tokens), machine.at(tokens, 0)) for tokens in (1, 64, 128, 256)]
+        self._depth = DraftDepth(256, measured, Asked(NUM_DRAFTS, 0.005))
+        self._requests = [Acceptance(self._depth.acceptance) for _ in range(size)]
+        self._num_proposed = [0] * size
+        self._num_behind = [0] * size  # tokens that the draft model has not seen
+        self._next = 0  # to catch up
+
+    def run(self, num_steps: int, chance: float) -> tuple[float, float]:
+        """Tokens per second, relative to those without drafts; mean number of drafts proposed."""
+        seconds = plain_s = 0.0
+        num_tokens = num_asked = 0
+        num_context = self._size * CONTEXT
+        for _ in range(num_steps):
+            asked = self._depth.ask([each.chance for each in self._requests], self._size, num_context)
+            depths = [0] * self._size
+            if any(self._num_proposed):
+                proposed = zip(self._num_proposed, self._requests, strict=True)
+                candidates = [Candidate(number, CONTEXT, each.chance) for number, each in proposed]
+                depths = self._depth.choose(candidates, self._size, num_context, room=2048)
+            num_rows, noise = self._size + sum(depths), self._noise.uniform(0.97, 1.03)
+            step_s = noise * self._machine.at(num_rows, num_rows * CONTEXT)
+            self._depth.observe(step_s, num_rows, num_rows * CONTEXT, has_drafts=any(depths))
+            self._num_behind = [number + 1 for number in self._num_behind]
+            drafting_s = self._draft(asked, noise)
+            seconds += step_s + drafting_s
+            plain_s += noise * self._machine.at(self._size, num_context)
+            num_tokens += self._size
+            num_asked += asked.num_drafts
+            for request, depth in zip(self._requests, depths, strict=True):
+                right = list(itertools.takewhile(lambda _: self._drawn.random() < chance, range(depth)))
+                num_tokens += len(right)
+                if depth:
+                    request.observe(depth, len(right))
+        return num_tokens / seconds / (num_steps * self._size / plain_s), num_asked / num_steps
+
+    def _draft(self, asked: Asked, noise: float) -> float:
+        self._num_proposed = [0] * self._size
+        if asked == NOTHING_ASKED:
+            return 0.0
+        num_caught_up = self._catch_up((asked.catch_up_s - self._passes.base_s) / self._passes.token_s)
+        catch_up_s = noise * self._passes.at(num_caught_up, 0) if num_caught_up else 0.0
+        self._num_proposed = [asked.num_drafts if number <= 4 else 0 for number in self._num_behind]
+        num_rows = sum(map(bool, self._num_proposed))
+        num_passes = max(self._num_proposed)
+        proposing_s = num_passes * noise * self._passes.at(num_rows, 0)
+        self._num_behind = [number if number > 4 else 0 for number in self._num_behind]
+        drafting = Drafting(num_passes, num_rows, proposing_s, num_caught_up, catch_up_s)
+        self._depth.observe_drafting(drafting)
+        return drafting.seconds
+
+    def _catch_up(self, num_tokens: float) -> int:
+        """As a DraftModel does: in turn, one block at least."""
+        num_caught_up = 0
+        for number in [*range(self._next, self._size), *range(self._next)]:
+            if self._num_behind[number] > 4 and not (num_caught_up and num_caught_up >= num_tokens):
+                chunk = int(min(self._num_behind[number], max(16, num_tokens - num_caught_up)))
+                self._num_behind[number] -= chunk
+                num_caught_up += chunk
+                self._next = (number + 1) % self._size
+        return num_caught_up
+
+
+def tenth_of(machine: Line) -> Line:
+    return Line(machine.base_s / 10, machine.token_s / 10, 0.0)
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU, Line(0.005, 0.004, 0.0)])
+@pytest.mark.parametrize("size", [1, 4, 32])
+def test_a_draft_model_that_is_wrong_costs_no_more_than_three_hundredths(machine: Line, size: int) -> None:
+    batch = DraftedBatch(machine, tenth_of(machine), size)
+    batch.run(60, chance=0.0)  # at the start of the pod
+    speed, depth = batch.run(600, chance=0.0)
+    assert speed > 0.97
+    assert 0 < depth < 0.25, "but it is tried"
+
+
+@pytest.mark.parametrize(("chance", "most"), [(1.0, 2.3), (0.7, 1.4)])
+def test_a_draft_model_that_is_right_is_asked_as_far_as_it_pays(chance: float, most: float) -> None:
+    batch = DraftedBatch(CPU, tenth_of(CPU), 1)
+    batch.run(200, chance)
+    speed, depth = batch.run(300, chance)
+    assert speed > most
+    assert depth > (NUM_DRAFTS - 1 if chance == 1 else 2)
+
+
+def test_a_draft_model_that_is_too_slow_is_not_asked() -> None:
+    batch = DraftedBatch(CPU, CPU, 1)
+    batch.run(100, 0.7)
+    speed, depth = batch.run(600, 0.7)
+    assert speed > 0.97
+    assert depth < 0.1
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_draft_model_that_becomes_right_is_noticed(size: int) -> None:
+    batch = DraftedBatch(CPU, tenth_of(CPU), size)
+    batch.run(300, chance=0.0)
+    batch.run(400, chance=0.9)
+    speed, depth = batch.run(100, chance=0.9)
+    assert speed > 1.5
+    assert depth > 2
+
+
+def test_without_a_draft_model_nothing_is_asked() -> None:
+    depth = DraftDepth(16)
+    assert depth.ask([Acceptance().chance], 1, 100) == depth.ask_beside_prompts(1.0) == NOTHING_ASKED
+
+
+def test_beside_prompts_a_draft_model_that_pays_only_catches_up() -> None:
+    depth = DraftDepth(16, [(1.0, 0.02), (64.0, 0.09)], Asked(4, 0.005))
+    assert depth.ask_beside_prompts(0.01) == Asked(0, 0.005)
+    assert depth.ask_beside_prompts(0.25) == Asked(0, 0.025)
+    depth.observe_drafting(Drafting(4, 1, 4.0, 0, 0.0))
+    assert depth.ask([Acceptance().chance], 1, 100) == depth.ask_beside_prompts(0.2) == NOTHING_ASKED
+
+
+def drafted_engine(accuracy: str, num_requests: int, num_blocks: int = 1025, **settings: bool) -> FakeEngine:
+    """The proposer is taken for a draft model of a tenth of the machine's times."""
+    measured = [(tokens, CPU.at(tokens, 0)) for tokens in (1, 64)]
+    asked = Asked(3, 0.005)
+    scheduler = create_scheduler(num_blocks=num_blocks, max_model_len=60, measured_steps=measured, most_asked=asked)
+    proposer = create_proposer(accuracy)  # type: ignore[arg-type]
+    engine = FakeEngine(scheduler, proposer=proposer, passes=tenth_of(CPU), **settings)
+    engine.machine = CPU
+    for turn in range(4):
+        engine.add(*(create_request(f"r{turn}-{each}", max_tokens=40) for each in range(num_requests)))
+        engine.run()
+        engine.assert_idle()
+    return engine
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_an_engine_with_a_draft_model_gains_where_it_is_right(num_requests: int, runs_ahead: bool) -> None:
+    plain = finished_engine("none", num_requests)
+    right, wrong = (drafted_engine(each, num_requests, runs_ahead=runs_ahead) for each in ("right", "wrong"))
+    assert right.outputs == wrong.outputs == plain.outputs
+    assert right.now < 0.8 * plain.now
+    assert wrong.now < 1.05 * plain.now
+    learned = right.scheduler._draft_depth._times.drafting(num_requests, 0)
+    assert learned == pytest.approx(CPU.at(num_requests, 0), rel=0.1), "without the draft model's time"
+    assert right.num_short_of_room == wrong.num_short_of_room == 0, "blocks are there before drafts are written to them"
+    assert bool(wrong.num_ahead) == runs_ahead, "steps run ahead where nothing is asked"
+    figures = right.scheduler.stats().drafts
+    assert figures.num_accepted == figures.num_verified
+    assert wrong.scheduler.stats().drafts.num_proposed < 0.3 * figures.num_proposed
+
+
+def test_drafts_take_no_blocks_that_requests_need() -> None:
+    """Each of the four grows to 12 of the 30 blocks."""
+    engine = drafted_engine("right", 4, num_blocks=31)
+    assert engine.outputs == finished_engine("none", 4).outputs
+    assert engine.num_short_of_room > 0
+    assert engine.scheduler.stats().num_preemptions <= plain_preemptions(4, 31)
+
+
+def plain_preemptions(num_requests: int, num_blocks: int) -> int:
+    engine = FakeEngine(create_scheduler(num_blocks=num_blocks, max_model_len=60))
+    for turn in range(4):
+        engine.add(*(create_request(f"r{turn}-{each}", max_tokens=40) for each in range(num_requests)))
+        engine.run()
+    return engine.scheduler.stats().num_preemptions
 
 
 def test_reasons_of_failures_are_few_and_figures_of_engines_add_up() -> None:
