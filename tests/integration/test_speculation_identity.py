@@ -52,10 +52,12 @@ PROPOSERS = {  # {model}: the directory of the model
     "ngram": "ngram:min=1,depth=4",
     "suffix": "suffix:depth=4,memory=1MiB",
     "scripted": "tests.integration.speculation_rig:mostly_right",
+    "draft": "draft:model={model},depth=4",  # the model itself
 }
 CONNECTORS = ("colocated", "shared-storage", "redis", "nixl")
 IN_EVERY_RUN = (  # each proposer, connector and fault; the others are for `make test-matrix`
     ("undisturbed", "redis", "suffix"),
+    ("migrated", "shared-storage", "draft"),
     ("a prefill pod is killed", "shared-storage", "scripted"),
     ("a decode pod is killed", "colocated", "ngram"),
     ("preempted", "nixl", "scripted"),
