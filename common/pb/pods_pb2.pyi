@@ -357,6 +357,8 @@ class TokenDelta(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_START_FIELD_NUMBER: _builtins.int
+    NUM_VERIFIED_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     start_index: _builtins.int
     """Output index of the first token in token_ids."""
@@ -364,6 +366,10 @@ class TokenDelta(_message.Message):
     """Set in the last delta of the request."""
     prompt_start: _builtins.int
     """Index in the prompt of the first token in prompt_logprobs, from 1 on."""
+    num_verified_drafts: _builtins.int
+    """Drafts that the pod computed on the way to these tokens."""
+    num_accepted_drafts: _builtins.int
+    """Of these, those that were right, which are among the tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens; may be empty."""
@@ -396,10 +402,12 @@ class TokenDelta(_message.Message):
         report: Global___DecodeReport | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         prompt_start: _builtins.int = ...,
+        num_verified_drafts: _builtins.int = ...,
+        num_accepted_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "report", b"report", "request_id", b"request_id", "start_index", b"start_index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted_drafts", b"num_accepted_drafts", "num_verified_drafts", b"num_verified_drafts", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "report", b"report", "request_id", b"request_id", "start_index", b"start_index", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,13 +25,16 @@ class PromptTokensDetails(_Answer):
 
 
 class CompletionTokensDetails(_Answer):
-    """What the answer's tokens are."""
+    """What the answer's tokens are. `reasoning_tokens` is there where reasoning is told from the answer, the others
+    where pods verified drafts (docs/speculation.md); rejected ones are no part of the answer."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(_Answer):
-    """Token counts. `completion_tokens_details` is there where reasoning is told from the answer."""
+    """Token counts. `completion_tokens_details` is there where it has a field."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -236,13 +239,19 @@ class CachedTokens(_Answer):
     cached_tokens: int
 
 
+class OutputTokensDetails(_Answer):
+    """What the answer's tokens are."""
+
+    reasoning_tokens: int
+
+
 class ResponseUsage(_Answer):
     """Token counts."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
-    output_tokens_details: CompletionTokensDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
@@ -529,7 +538,7 @@ class ClusterView(_Answer):
 
 class RequestSummary(_Answer):
     """A request of the last ones. `status`: queued, running, finished or failed; `error`: the code's label. Times are
-    milliseconds; `pods` are for operators."""
+    milliseconds; `pods` are for operators. Drafts: docs/speculation.md."""
 
     id: str
     model: str
@@ -541,6 +550,8 @@ class RequestSummary(_Answer):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_verified_drafts: int
+    num_accepted_drafts: int
     ttft_ms: float | None
     duration_ms: float
     longest_gap_ms: float | None

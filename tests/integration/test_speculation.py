@@ -117,6 +117,8 @@ def test_greedy_output_is_the_references(name: str, accuracy: str) -> None:
     assert [completion.token_ids for completion in completions] == expected
     assert (report.violations, report.num_blocks_in_use, stats.num_failed_recordings) == ([], 0, 0)
     assert rig.LAST[0].num_proposed
+    assert sum(each.num_verified_drafts for each in completions) == stats.drafts.num_verified
+    assert sum(each.num_accepted_drafts for each in completions) == stats.drafts.num_accepted
     if accuracy == "right":
         assert rig.LAST[0].num_calls < MAX_TOKENS
 

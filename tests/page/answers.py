@@ -79,6 +79,8 @@ def summary(**changes: Any) -> dict[str, Any]:
         "num_prompt_tokens": 3817,
         "num_cached_tokens": 512,
         "num_output_tokens": 181,
+        "num_verified_drafts": 152,
+        "num_accepted_drafts": 96,
         "ttft_ms": 612.4,
         "duration_ms": 4210.7,
         "longest_gap_ms": 417.9,
