@@ -477,7 +477,8 @@ class ClusterRank(_Answer):
 
 
 class ClusterLoad(_Answer):
-    """What a pod reported last. Tokens, bytes, preemptions, queries and hits count from the pod's start."""
+    """What a pod reported last. Tokens, bytes, preemptions, queries, hits and drafts count from the pod's start.
+    `num_draft_verifications`: steps of one request each, which gave a token more than drafts were accepted."""
 
     num_running: int
     num_waiting: int
@@ -493,6 +494,9 @@ class ClusterLoad(_Answer):
     prefix_cache_hits: int
     kv_bytes_saved: int
     kv_bytes_loaded: int
+    num_verified_drafts: int
+    num_accepted_drafts: int
+    num_draft_verifications: int
     ranks: list[ClusterRank]
 
 
@@ -500,7 +504,7 @@ class ClusterPod(_Answer):
     """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `version`
     and `load` are null while it is not connected; `pod_id` stays that of the last connection, null before the first.
     `parallel_sizes` says how its model is cut over ranks, by setting: {"tensor_parallel_size": 2}; empty: it is not.
-    `load.ranks` has at most 64."""
+    `load.ranks` has at most 64. `proposer` is the method of its setting `speculative`; null: it has none."""
 
     address: str
     role: Literal["prefill", "decode"]
@@ -511,6 +515,7 @@ class ClusterPod(_Answer):
     detail: str
     num_requests: int
     parallel_sizes: dict[str, int]
+    proposer: str | None
     load: ClusterLoad | None
 
 
