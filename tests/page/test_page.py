@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
+from common.engine.scheduler import scheduler
 from common.pb import pods_pb2
 from router.testing import FakeDecodePod, FakePrefillPod
+from tests.integration import speculation_rig
+from tests.integration.cluster import running_cluster
 from tests.page.answers import HOSTILE, answer_with, cluster, pod, request_list, summary, timeline
 from tests.unit.router.security.conftest import ALICE, OPERATOR, key_file  # noqa: F401  (a fixture)
 
@@ -123,6 +126,18 @@ async def test_drafts_are_shown_of_pods_that_propose_some(start_cluster, open_pa
     stats.drafts.num_verified, stats.drafts.num_accepted, stats.drafts.num_verifications = 400, 252, 133
     await decode.set_stats(stats)
     await expect(drafts(decode)).to_have_text("ngram: 63 % right, 2.9 tok/step")
+
+
+async def test_the_acceptance_of_eight_streams_is_shown(tmp_path, monkeypatch, open_page):
+    monkeypatch.setattr(scheduler, "DraftDepth", speculation_rig.AllDrafts)
+    async with running_cluster(tmp_path, "llama", speculative="ngram:min=1,depth=4") as running:
+        page = await open_page(running, "/#cluster")
+        plain = await speculation_rig.eight_streams(running.router, speculative=False)
+        found = await speculation_rig.eight_streams(running.router)
+        assert found.texts == plain.texts
+        share = round(100 * found.num_accepted / (found.num_accepted + found.num_rejected))
+        await expect(page.locator("#pods tr[data-role='decode'] .drafts")).to_contain_text(f"ngram: {share} % right, ")
+        await expect(page.locator("#pods tr[data-role='prefill'] .drafts")).to_have_text("–")
 
 
 async def test_two_hundred_pods_are_drawn_once_a_poll_and_only_where_they_changed(start_cluster, open_page):
