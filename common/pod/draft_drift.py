@@ -93,12 +93,12 @@ class DraftDrift:
                 continue
             expected = before.share * recent.num_verified
             if not self._has_fallen and expected >= _LEAST_EXPECTED:
-                return self._turn(recent.num_accepted < _FALLEN * expected, recent, before)
+                return self._turn(recent, before, has_fallen=recent.num_accepted < _FALLEN * expected)
             if self._has_fallen and recent.num_verified >= _LEAST_VERIFIED:
-                return self._turn(recent.num_accepted < _RECOVERED * expected, recent, before)
+                return self._turn(recent, before, has_fallen=recent.num_accepted < _RECOVERED * expected)
         return None
 
-    def _turn(self, has_fallen: bool, recent: Acceptance, before: Acceptance) -> Change | None:
+    def _turn(self, recent: Acceptance, before: Acceptance, *, has_fallen: bool) -> Change | None:
         if has_fallen == self._has_fallen:
             return None
         self._has_fallen = has_fallen
