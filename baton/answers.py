@@ -17,6 +17,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int  # of the prompt, served by a prefix cache
     reasoning_tokens: int | None  # of the completion; None: reasoning is not told from the answer
+    accepted_prediction_tokens: int | None = None  # of the completion, drafts; None, as below: none were verified
+    rejected_prediction_tokens: int | None = None  # drafts that were wrong; no part of the completion
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,5 +286,11 @@ def _call_from_pb(message: inference_pb2.ToolCall) -> ToolCall:
 
 
 def _usage(message: inference_pb2.Usage) -> Usage:
-    reasoning_tokens = message.reasoning_tokens if message.HasField("reasoning_tokens") else None
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens, reasoning_tokens)
+    return Usage(
+        message.prompt_tokens,
+        message.completion_tokens,
+        message.cached_tokens,
+        message.reasoning_tokens if message.HasField("reasoning_tokens") else None,
+        message.accepted_prediction_tokens if message.HasField("accepted_prediction_tokens") else None,
+        message.rejected_prediction_tokens if message.HasField("rejected_prediction_tokens") else None,
+    )

@@ -60,6 +60,8 @@ def _merge(pending: pods_pb2.TokenDelta, delta: pods_pb2.TokenDelta) -> None:
     pending.prompt_logprobs.extend(delta.prompt_logprobs)
     pending.token_ids.extend(delta.token_ids)
     pending.logprobs.extend(delta.logprobs)
+    pending.num_verified_drafts += delta.num_verified_drafts
+    pending.num_accepted_drafts += delta.num_accepted_drafts
     pending.finish_reason = pending.finish_reason or delta.finish_reason
     if delta.HasField("error"):
         pending.error.CopyFrom(delta.error)

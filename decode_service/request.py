@@ -290,6 +290,8 @@ class DecodeRequest:
             finish_reason=finish_reason_to_pb(output.finish_reason),
             prompt_logprobs=[logprobs_to_pb(entry) for entry in output.prompt_logprobs],
             prompt_start=output.prompt_start,
+            num_verified_drafts=output.num_verified_drafts,
+            num_accepted_drafts=output.num_accepted_drafts,
         )
         if output.tokens and not self._has_reported:
             self._has_reported = True

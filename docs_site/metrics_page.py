@@ -150,7 +150,12 @@ def pod_metrics() -> list[MetricRow]:
 
 def sample_pod_metrics() -> PodMetrics:
     """The metrics of a pod that has done nothing."""
-    spec = EngineSpec(
+    return PodMetrics(StatsBoard(EngineStats()), sample_pod_spec(), PodConfig())
+
+
+def sample_pod_spec() -> EngineSpec:
+    """Facts of a small engine."""
+    return EngineSpec(
         fingerprint=b"",
         layout=KVLayout(16, ()),
         num_blocks=1,
@@ -162,7 +167,6 @@ def sample_pod_metrics() -> PodMetrics:
         dtype="float32",
         bytes_per_block=1,
     )
-    return PodMetrics(StatsBoard(EngineStats()), spec, PodConfig())
 
 
 def _rows_and_loop(registry: CollectorRegistry, prefix: str) -> Iterator[MetricRow]:

@@ -98,6 +98,7 @@ def _note(reader: AnswerReader, sample: Sample) -> None:
     sample.has_usage = usage.completion_tokens is not None
     sample.num_output_tokens = len(reader.times) if usage.completion_tokens is None else usage.completion_tokens
     sample.num_prompt_tokens = usage.prompt_tokens or 0
+    sample.num_accepted_drafts, sample.num_rejected_drafts = usage.num_accepted_drafts, usage.num_rejected_drafts
 
 
 async def first_model(client: HttpClient) -> str:

@@ -37,11 +37,29 @@ def _data_of(event: bytes) -> bytes:
     return b"\n".join(lines)
 
 
+class _CompletionDetails(msgspec.Struct):
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     """Counts of tokens, as the endpoint says them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        """Tokens of the answer that were guessed before they were computed."""
+        details = self.completion_tokens_details
+        return 0 if details is None else details.accepted_prediction_tokens or 0
+
+    @property
+    def num_rejected_drafts(self) -> int:
+        """Tokens that were guessed and are not part of the answer."""
+        details = self.completion_tokens_details
+        return 0 if details is None else details.rejected_prediction_tokens or 0
 
 
 class _Delta(msgspec.Struct):

@@ -54,6 +54,20 @@ class Figures(NamedTuple):
     latencies: Mapping[str, Distribution]  # ttft, tpot, itl, e2el
     send_delay: Distribution | None  # None: no request had a time at which to be sent
     cpu_share: float  # of one core, that the load generator took
+    num_accepted_drafts: int  # of the output tokens, those that were guessed and verified
+    num_rejected_drafts: int  # that are no output tokens
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """The share of drafts that were right; None: the endpoint tells of none."""
+        num_drafts = self.num_accepted_drafts + self.num_rejected_drafts
+        return self.num_accepted_drafts / num_drafts if num_drafts else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens of a request's step: one, and drafts that were right. None: the endpoint tells of no drafts."""
+        num_steps = self.total_output_tokens - self.num_accepted_drafts
+        return None if self.draft_acceptance is None or num_steps <= 0 else self.total_output_tokens / num_steps
 
 
 def summarise(run: Run, slo: Slo) -> Figures:
@@ -83,6 +97,8 @@ def summarise(run: Run, slo: Slo) -> Figures:
         latencies={name: distribution(values) for name, values in latencies_ms(good).items()},
         send_delay=distribution([1e3 * delay for delay in delays]) if delays else None,
         cpu_share=run.cpu_s / duration_s,
+        num_accepted_drafts=sum(sample.num_accepted_drafts for sample in good),
+        num_rejected_drafts=sum(sample.num_rejected_drafts for sample in good),
     )
 
 
@@ -160,6 +176,10 @@ def as_json(figures: Figures) -> dict[str, Any]:
         "max_concurrent_requests": figures.max_concurrent_requests,
         "request_goodput": figures.goodput,
         "slo_attainment": figures.attainment,
+        "accepted_drafts": figures.num_accepted_drafts,
+        "rejected_drafts": figures.num_rejected_drafts,
+        "draft_acceptance": figures.draft_acceptance,
+        "tokens_per_step": figures.tokens_per_step,
         **latencies,
         "send_delay_ms": None if figures.send_delay is None else figures.send_delay._asdict(),
         "load_generator_cpu_share": figures.cpu_share,

@@ -24,6 +24,8 @@ class Sample:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     has_usage: bool = False  # whether the endpoint said the numbers of tokens
+    num_accepted_drafts: int = 0  # among the output tokens, as the endpoint says; so is the next one
+    num_rejected_drafts: int = 0  # that are no output tokens
     failure: Failure | None = None
 
     @property

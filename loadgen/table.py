@@ -56,6 +56,10 @@ def rows(figures: Figures, slo: Slo, options: LoadOptions) -> Iterator[tuple[str
     yield "Peak output token throughput (tok/s)", f"{figures.max_output_tokens_per_s:.2f}"
     yield "Peak concurrent requests", str(figures.max_concurrent_requests)
     yield "Total token throughput (tok/s)", f"{figures.total_token_throughput:.2f}"
+    if figures.draft_acceptance is not None:
+        yield "Drafts that were right (%)", f"{100 * figures.draft_acceptance:.1f}"
+    if figures.tokens_per_step is not None:
+        yield "Output tokens per step of a request", f"{figures.tokens_per_step:.2f}"
     yield "Load generator, share of a core (%)", f"{100 * figures.cpu_share:.0f}"
 
 

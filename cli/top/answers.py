@@ -34,7 +34,7 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a pod reported last. Tokens, bytes, queries and hits count from the pod's start."""
+    """What a pod reported last. Tokens, bytes, queries, hits and drafts count from the pod's start."""
 
     num_running: int
     num_waiting: int
@@ -46,6 +46,9 @@ class Load(msgspec.Struct, frozen=True):
     prefix_cache_queries: int
     prefix_cache_hits: int
     kv_bytes_loaded: int
+    num_verified_drafts: int = 0
+    num_accepted_drafts: int = 0
+    num_draft_verifications: int = 0
     ranks: list[Rank] = []
 
 
@@ -61,6 +64,7 @@ class Pod(msgspec.Struct, frozen=True):
     detail: str
     load: Load | None
     parallel_sizes: dict[str, int] = {}  # by setting
+    proposer: str | None = None  # of drafts
 
     @property
     def key(self) -> str:
@@ -118,6 +122,8 @@ class Request(msgspec.Struct, frozen=True):
     prefill_pod: str | None
     decode_pod: str | None
     num_events: int
+    num_verified_drafts: int = 0
+    num_accepted_drafts: int = 0
 
     @property
     def key(self) -> str:

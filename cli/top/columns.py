@@ -87,6 +87,20 @@ POD_COLUMNS: tuple[Column[PodFigures], ...] = (
     Column("OUTPUT/S", "output tokens per second", lambda row: rate(row.output_rate), lambda row: row.output_rate),
     Column("HIT", "prefix cache hits since its start", lambda row: percent(row.hit_rate), lambda row: row.hit_rate),
     Column(
+        "DRAFTS",
+        "what proposes them, and the share of those verified that were right, since its start",
+        lambda row: (
+            f"{plain(row.pod.proposer, _MAX_NAME_CHARS)} {percent(row.draft_share)}" if row.pod.proposer else UNKNOWN
+        ),
+        lambda row: row.draft_share,
+    ),
+    Column(
+        "TOK/STEP",
+        "tokens per step of a request that verified drafts",
+        lambda row: rate(row.tokens_per_step),
+        lambda row: row.tokens_per_step,
+    ),
+    Column(
         "RANKS",
         "how its model is cut over ranks: TP 2 is a tensor_parallel_size of 2",
         lambda row: row.pod.cut or UNKNOWN,

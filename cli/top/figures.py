@@ -42,6 +42,24 @@ class PodFigures(NamedTuple):
             else load.prefix_cache_hits / load.prefix_cache_queries
         )
 
+    @property
+    def draft_share(self) -> float | None:
+        """The share of verified drafts that were right, since its start."""
+        load = self.pod.load
+        return (
+            None
+            if load is None or not load.num_verified_drafts
+            else load.num_accepted_drafts / load.num_verified_drafts
+        )
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Of a request that verified drafts, since the pod's start."""
+        load = self.pod.load
+        if load is None or not load.num_draft_verifications:
+            return None
+        return 1 + load.num_accepted_drafts / load.num_draft_verifications
+
 
 class ClusterFigures(NamedTuple):
     """A view with its rates. Pods are sorted by role and name."""

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from cli.top.answers import Event, Gaps, Phase, Timeline
+from cli.top.answers import Event, Gaps, Phase, Request, Timeline
 from cli.top.words import UNKNOWN, count, duration, plain, words
 
 _LANES = {"router": "Router", "prefill": "Prefill pod", "wire": "Wire", "decode": "Decode pod"}
@@ -46,10 +46,15 @@ def _figures(timeline: Timeline) -> Iterator[str]:
     yield "   ".join(filter(None, (status, plain(request.model), plain(request.tenant))))
     yield (
         f"Prompt {count(request.num_prompt_tokens)} tokens, {count(request.num_cached_tokens)} cached   "
-        f"Output {count(request.num_output_tokens)} tokens"
+        f"Output {count(request.num_output_tokens)} tokens{_drafts(request)}"
     )
     yield f"First token {duration(request.ttft_ms)}   Total {duration(request.duration_ms)}   Longest gap {longest}"
     yield f"Route {', then '.join(routes) or UNKNOWN}   Fallbacks {len(timeline.events) or 'none'}"
+
+
+def _drafts(request: Request) -> str:
+    num_verified = request.num_verified_drafts
+    return f", {count(request.num_accepted_drafts)} of {count(num_verified)} drafts right" if num_verified else ""
 
 
 def _event_lines(events: list[Event]) -> Iterator[str]:

@@ -65,6 +65,8 @@ class Completion:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     prompt_logprobs: list[Logprobs | None] | None = None  # one per prompt token, if asked for; None: of the first
     stop_reason: str | int | None = None  # the stop text, or the one of stop_token_ids, that ended the answer
+    num_verified_drafts: int = 0  # with `speculative`
+    num_accepted_drafts: int = 0  # of these, those that were right
 
 
 class LLM:
@@ -365,6 +367,8 @@ class _Generation:
     logprobs: list[Logprobs] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_verified_drafts: int = 0
+    num_accepted_drafts: int = 0
     finish_reason: FinishReason | None = None
 
     def request(self) -> AddRequest:
@@ -380,6 +384,8 @@ class _Generation:
             if isinstance(event, RequestStarted):
                 self.num_cached_tokens = event.num_cached_tokens
         self.prompt_logprobs += output.prompt_logprobs
+        self.num_verified_drafts += output.num_verified_drafts
+        self.num_accepted_drafts += output.num_accepted_drafts
         self.finish_reason = output.finish_reason
         if self.has_no_output:
             return
@@ -407,6 +413,8 @@ class _Generation:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=None if self.sampling.prompt_logprobs is None else self.prompt_logprobs,
             stop_reason=self.stop_reason,
+            num_verified_drafts=self.num_verified_drafts,
+            num_accepted_drafts=self.num_accepted_drafts,
         )
 
 

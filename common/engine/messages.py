@@ -174,6 +174,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     events: list[RequestEvent] = []
     prompt_start: int = 0  # index in the prompt of the first token in prompt_logprobs
     prompt_logprobs: list[Logprobs] = []  # if asked for, of prompt tokens but the first; before the first token
+    num_verified_drafts: int = 0  # on the way to these tokens
+    num_accepted_drafts: int = 0
 
 
 class StepFigures(msgspec.Struct, frozen=True, array_like=True):

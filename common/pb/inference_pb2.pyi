@@ -651,6 +651,8 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -659,6 +661,10 @@ class Usage(_message.Message):
     """Prompt tokens served by a prefix cache."""
     reasoning_tokens: _builtins.int
     """Generated tokens that are reasoning; absent: it is not told from the answer."""
+    accepted_prediction_tokens: _builtins.int
+    """Generated tokens that were drafts; absent, as below: none were verified."""
+    rejected_prediction_tokens: _builtins.int
+    """Drafts that were wrong; no part of completion_tokens."""
     def __init__(
         self,
         *,
@@ -666,14 +672,25 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int | None = ...,
+        accepted_prediction_tokens: _builtins.int | None = ...,
+        rejected_prediction_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_tokens", b"_reasoning_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_reasoning_tokens", b"_reasoning_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_tokens", b"_reasoning_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_reasoning_tokens", b"_reasoning_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015
     _WhichOneofReturnType__reasoning_tokens: _TypeAlias = _typing.Literal["reasoning_tokens"]  # noqa: Y015
     _WhichOneofArgType__reasoning_tokens: _TypeAlias = _typing.Literal["_reasoning_tokens", b"_reasoning_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["rejected_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["_rejected_prediction_tokens", b"_rejected_prediction_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_prediction_tokens) -> _WhichOneofReturnType__accepted_prediction_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_tokens) -> _WhichOneofReturnType__reasoning_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_prediction_tokens) -> _WhichOneofReturnType__rejected_prediction_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 

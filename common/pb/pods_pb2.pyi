@@ -357,6 +357,8 @@ class TokenDelta(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_START_FIELD_NUMBER: _builtins.int
+    NUM_VERIFIED_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     start_index: _builtins.int
     """Output index of the first token in token_ids."""
@@ -364,6 +366,10 @@ class TokenDelta(_message.Message):
     """Set in the last delta of the request."""
     prompt_start: _builtins.int
     """Index in the prompt of the first token in prompt_logprobs, from 1 on."""
+    num_verified_drafts: _builtins.int
+    """Drafts that the pod computed on the way to these tokens."""
+    num_accepted_drafts: _builtins.int
+    """Of these, those that were right, which are among the tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens; may be empty."""
@@ -396,10 +402,12 @@ class TokenDelta(_message.Message):
         report: Global___DecodeReport | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         prompt_start: _builtins.int = ...,
+        num_verified_drafts: _builtins.int = ...,
+        num_accepted_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "report", b"report", "request_id", b"request_id", "start_index", b"start_index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted_drafts", b"num_accepted_drafts", "num_verified_drafts", b"num_verified_drafts", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "report", b"report", "request_id", b"request_id", "start_index", b"start_index", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -916,6 +924,7 @@ class PodInfo(_message.Message):
     TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
     MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROPOSER_FIELD_NUMBER: _builtins.int
     PARALLEL_SIZES_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     """Stable name of the pod."""
@@ -946,6 +955,8 @@ class PodInfo(_message.Message):
     """Beside streams, steps take no more of prompts than keeps them so short; 0: no limit."""
     min_prefill_tokens: _builtins.int
     """But so many prompt tokens in any case."""
+    proposer: _builtins.str
+    """What proposes drafts: the method in its setting `speculative`; empty: nothing does."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's end-of-sequence tokens."""
@@ -973,11 +984,12 @@ class PodInfo(_message.Message):
         target_itl_ms: _builtins.float = ...,
         min_prefill_tokens: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        proposer: _builtins.str = ...,
         parallel_sizes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "proposer", b"proposer", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1031,6 +1043,7 @@ class PodStats(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch."""
     num_waiting: _builtins.int
@@ -1077,6 +1090,8 @@ class PodStats(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStats]:
         """Of several that compute the model together, in order."""
 
+    @_builtins.property
+    def drafts(self) -> Global___DraftStats: ...
     def __init__(
         self,
         *,
@@ -1100,14 +1115,44 @@ class PodStats(_message.Message):
         phases: Global___PhaseSeconds | None = ...,
         ranks: _abc.Iterable[Global___RankStats] | None = ...,
         data_parallel_rank: _builtins.int = ...,
+        drafts: Global___DraftStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel_rank", b"data_parallel_rank", "draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel_rank", b"data_parallel_rank", "drafts", b"drafts", "draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PodStats: _TypeAlias = PodStats  # noqa: Y015
+
+@_typing.final
+class DraftStats(_message.Message):
+    """Drafts that a pod's engine has verified since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_VERIFIED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    NUM_VERIFICATIONS_FIELD_NUMBER: _builtins.int
+    num_verified: _builtins.int
+    num_accepted: _builtins.int
+    """Of these, those that were right."""
+    num_verifications: _builtins.int
+    """Steps of one request each; each gave a token more than were accepted."""
+    def __init__(
+        self,
+        *,
+        num_verified: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+        num_verifications: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_verifications", b"num_verifications", "num_verified", b"num_verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftStats: _TypeAlias = DraftStats  # noqa: Y015
 
 @_typing.final
 class RankStats(_message.Message):

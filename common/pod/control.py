@@ -12,7 +12,7 @@ from common import __version__
 from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
 from common.pod.context import PodContext
-from common.pod.convert import phase_seconds_to_pb, rank_figures_to_pb
+from common.pod.convert import draft_figures_to_pb, phase_seconds_to_pb, rank_figures_to_pb
 from common.pod.profiles import PodProfiles
 from common.rpc.errors import rpc_errors
 from common.step_budget import MIN_PREFILL_TOKENS
@@ -47,6 +47,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
     ) -> pods_pb2.PodInfo:
         """Static facts of this incarnation."""
         pod, spec = self._pod, self._pod.spec
+        method = pod.config.engine_config().speculation.method
         return pods_pb2.PodInfo(
             pod_id=pod.pod_id,
             incarnation=pod.incarnation,
@@ -65,6 +66,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             min_prefill_tokens=MIN_PREFILL_TOKENS,
             eos_token_ids=spec.eos_token_ids,
             parallel_sizes=pod.config.parallel.sizes,
+            proposer=method.name if method is not None else "",
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
@@ -163,4 +165,5 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             phases=phase_seconds_to_pb(self._pod.stats.phases[data_parallel_rank]),
             data_parallel_rank=data_parallel_rank,
             ranks=map(rank_figures_to_pb, stats.ranks),
+            drafts=draft_figures_to_pb(stats.drafts),
         )

@@ -10,7 +10,15 @@ import msgspec
 
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout
-from common.engine.messages import AddRequest, EngineSpec, KVTransferParams, PhaseSeconds, RankFigures, RequestOutput
+from common.engine.messages import (
+    AddRequest,
+    DraftFigures,
+    EngineSpec,
+    KVTransferParams,
+    PhaseSeconds,
+    RankFigures,
+    RequestOutput,
+)
 from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
@@ -121,6 +129,15 @@ def layout_from_pb(message: pods_pb2.KVLayout) -> KVLayout:
 def phase_seconds_to_pb(phases: PhaseSeconds) -> pods_pb2.PhaseSeconds:
     """Converts the seconds of each phase of the step loop."""
     return pods_pb2.PhaseSeconds(**msgspec.structs.asdict(phases))
+
+
+def draft_figures_to_pb(figures: DraftFigures) -> pods_pb2.DraftStats:
+    """Converts what routers show of speculative decoding."""
+    return pods_pb2.DraftStats(
+        num_verified=figures.num_verified,
+        num_accepted=figures.num_accepted,
+        num_verifications=figures.num_verifications,
+    )
 
 
 def rank_figures_to_pb(figures: RankFigures) -> pods_pb2.RankStats:

@@ -226,6 +226,14 @@ class _EngineFigures(Collector):
             for labels, stats in self._by_engine():
                 family.add_metric(labels, getattr(stats.drafts, field))
             yield family
+        fallen = GaugeMetricFamily(
+            "baton_pod_draft_acceptance_fallen",
+            "1: of the drafts of the last minutes, less than half as many were right as in the hour before.",
+            labels=self._labels,
+        )
+        for labels, drift in zip(self._of_engines, self._stats.drifts, strict=True):
+            fallen.add_metric(labels, drift.has_fallen)
+        yield fallen
         accepted = CounterMetricFamily(
             "baton_pod_drafts_accepted_per_position",
             "Accepted drafts by their place among those of a request and step, from 0; 15 counts later ones too.",

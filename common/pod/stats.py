@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 
 from common.engine.messages import EngineStats, PhaseSeconds, join_stats
+from common.pod.draft_drift import Change, DraftDrift
+
+logger = logging.getLogger(__name__)
 
 
 class StatsBoard:
@@ -16,6 +20,7 @@ class StatsBoard:
         # Replaced by steps only: that one changes shows that its engine makes some.
         self.by_engine = list(initial)
         self.phases = [PhaseSeconds()] * len(initial)  # of each engine; told by an idle one as well
+        self.drifts = [DraftDrift() for _ in initial]  # of each engine's drafts
         self._watchers: set[asyncio.Event] = set()
 
     @property
@@ -26,7 +31,20 @@ class StatsBoard:
     def publish(self, stats: EngineStats, data_parallel_rank: int = 0) -> None:
         """Replaces the statistics of an engine."""
         self.by_engine[data_parallel_rank] = stats
+        if stats.drafts.num_verified and (change := self.drifts[data_parallel_rank].observe(stats.drafts)):
+            self._log(change, data_parallel_rank)
         self.touch()
+
+    def _log(self, change: Change, data_parallel_rank: int) -> None:
+        logger.log(
+            logging.WARNING if change.is_fall else logging.INFO,
+            "speculative: %s: %.0f%% of the last %d drafts were right, %.0f%% in the hour before%s",
+            "fewer drafts are right" if change.is_fall else "as many drafts are right again",
+            100 * change.recent.share,
+            change.recent.num_verified,
+            100 * change.before.share,
+            f" (engine {data_parallel_rank})" if len(self.by_engine) > 1 else "",
+        )
 
     def publish_phases(self, phases: PhaseSeconds, data_parallel_rank: int = 0) -> None:
         """Replaces the seconds of an engine's step loop, by phase."""

@@ -46,13 +46,14 @@ from router.dispatching.token_log import OutputDelta, TokenLog
 from router.dispatching.validity import (
     checked_report,
     checked_seconds,
+    invalid_drafts,
     invalid_end,
     invalid_prompt_logprobs,
     invalid_tokens,
 )
 from router.placing.planner import Plan
 from router.pods import Pod
-from router.requests.request import GenerationRequest
+from router.requests.request import GenerationRequest, SpeculationCounts
 from router.timelines.timeline import Timeline
 from router.turns import others_turn
 
@@ -160,12 +161,18 @@ class Generation:
             self._first_token_at, self._last_token_at, len(self._output), is_served, is_failed=self._error is not None
         )
 
+    @property
+    def speculation(self) -> SpeculationCounts:
+        """Of the answer so far, before it was resumed, too."""
+        own, resumption = self.timeline.speculation, self.request.resumption
+        return own if resumption is None else resumption.speculation.plus(*own)
+
     def known(self) -> KnownChoice:
         """All of it so far, for a client that resumes it."""
         reason = self._finish_reason
         if self._stopped_by_front:  # the text said so, and will again: to the pods, the last token was like any other
             reason = FinishReason.LENGTH
-        return KnownChoice(array("I", self._output.token_ids), reason)
+        return KnownChoice(array("I", self._output.token_ids), reason, self.speculation)
 
     def finish(self, reason: FinishReason) -> None:
         """The front needs no more: a stop string was found, or the client aborted."""
@@ -210,6 +217,8 @@ class Generation:
         if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
             self._on_disagreement(conflict, is_invalid=is_invalid)
             return
+        if delta.num_verified_drafts:
+            self.timeline.verified(delta.num_verified_drafts, delta.num_accepted_drafts)
         if self._has_lost_prompt:
             self._lose_prompt()
         elif delta.finish_reason:
@@ -233,6 +242,8 @@ class Generation:
                 problem = problem or f"log probabilities from token {delta.prompt_start} of the prompt on"
         if not problem and (delta.token_ids or delta.logprobs):
             problem = invalid_tokens(start, delta.token_ids, delta.logprobs, sampling, self._vocab_size)
+        if not problem:
+            problem = invalid_drafts(delta.num_verified_drafts, delta.num_accepted_drafts, len(delta.token_ids))
         if not problem and delta.finish_reason:
             num_tokens = max(len(self._output), start + len(delta.token_ids))
             problem = invalid_end(delta.finish_reason, num_tokens, sampling.max_tokens)

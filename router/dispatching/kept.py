@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from common.errors import BatonError, ErrorCode
 from common.types import FinishReason
 from router.dispatching.metrics import SurvivalMetrics
+from router.requests.request import NO_DRAFTS, SpeculationCounts
 
 _MAX_STREAMS = 1024  # kept; clients that resume do so within seconds, so more are of clients that will not
 _OVERHEAD_BYTES = 1024  # of a kept stream beside its tokens, roughly
@@ -43,6 +44,7 @@ class KnownChoice(NamedTuple):
 
     token_ids: array[int]
     finish_reason: FinishReason | None  # if it has ended
+    speculation: SpeculationCounts = NO_DRAFTS
 
 
 class KeptStream(NamedTuple):

@@ -10,6 +10,7 @@ from common.types import SamplingParams
 
 _LONGEST_S = 24 * 3600.0
 _MAX_LOGPROB = 1e-3  # of rounding
+_MAX_DRAFTS = 16  # of a request in a step, each of which gives at least one token
 _ENDS = (
     common_pb2.FINISH_REASON_UNSPECIFIED,
     common_pb2.FINISH_REASON_STOP,
@@ -65,6 +66,13 @@ def invalid_tokens(
     if len(logprobs) != num_expected:
         return f"{len(logprobs)} log probabilities of {len(token_ids)} tokens"
     return _invalid_logprobs(logprobs, sampling.num_logprobs or 0, vocab_size)
+
+
+def invalid_drafts(num_verified: int, num_accepted: int, num_tokens: int) -> str:
+    """What is invalid about counts of the drafts that led to so many tokens; empty: nothing."""
+    if num_accepted <= min(num_verified, num_tokens) and num_verified <= _MAX_DRAFTS * num_tokens:
+        return ""
+    return f"{num_accepted} of {num_verified} drafts were right, of {num_tokens} tokens"
 
 
 def invalid_end(finish_reason: int, num_tokens: int, max_tokens: int) -> str:

@@ -25,13 +25,16 @@ class PromptTokensDetails(_Answer):
 
 
 class CompletionTokensDetails(_Answer):
-    """What the answer's tokens are."""
+    """What the answer's tokens are. `reasoning_tokens` is there where reasoning is told from the answer, the others
+    where pods verified drafts (docs/speculation.md); rejected ones are no part of the answer."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(_Answer):
-    """Token counts. `completion_tokens_details` is there where reasoning is told from the answer."""
+    """Token counts. `completion_tokens_details` is there where it has a field."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -236,13 +239,19 @@ class CachedTokens(_Answer):
     cached_tokens: int
 
 
+class OutputTokensDetails(_Answer):
+    """What the answer's tokens are."""
+
+    reasoning_tokens: int
+
+
 class ResponseUsage(_Answer):
     """Token counts."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
-    output_tokens_details: CompletionTokensDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
@@ -468,7 +477,8 @@ class ClusterRank(_Answer):
 
 
 class ClusterLoad(_Answer):
-    """What a pod reported last. Tokens, bytes, preemptions, queries and hits count from the pod's start."""
+    """What a pod reported last. Tokens, bytes, preemptions, queries, hits and drafts count from the pod's start.
+    `num_draft_verifications`: steps of one request each, which gave a token more than drafts were accepted."""
 
     num_running: int
     num_waiting: int
@@ -484,6 +494,9 @@ class ClusterLoad(_Answer):
     prefix_cache_hits: int
     kv_bytes_saved: int
     kv_bytes_loaded: int
+    num_verified_drafts: int
+    num_accepted_drafts: int
+    num_draft_verifications: int
     ranks: list[ClusterRank]
 
 
@@ -491,7 +504,7 @@ class ClusterPod(_Answer):
     """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `version`
     and `load` are null while it is not connected; `pod_id` stays that of the last connection, null before the first.
     `parallel_sizes` says how its model is cut over ranks, by setting: {"tensor_parallel_size": 2}; empty: it is not.
-    `load.ranks` has at most 64."""
+    `load.ranks` has at most 64. `proposer` is the method of its setting `speculative`; null: it has none."""
 
     address: str
     role: Literal["prefill", "decode"]
@@ -502,6 +515,7 @@ class ClusterPod(_Answer):
     detail: str
     num_requests: int
     parallel_sizes: dict[str, int]
+    proposer: str | None
     load: ClusterLoad | None
 
 
@@ -529,7 +543,7 @@ class ClusterView(_Answer):
 
 class RequestSummary(_Answer):
     """A request of the last ones. `status`: queued, running, finished or failed; `error`: the code's label. Times are
-    milliseconds; `pods` are for operators."""
+    milliseconds; `pods` are for operators. Drafts: docs/speculation.md."""
 
     id: str
     model: str
@@ -541,6 +555,8 @@ class RequestSummary(_Answer):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_verified_drafts: int
+    num_accepted_drafts: int
     ttft_ms: float | None
     duration_ms: float
     longest_gap_ms: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from router.gateway.errors import OPENAI_DONE, openai_error_events
 from router.gateway.one_line import encode_line
 from router.gateway.prompt_logprobs import finite
 from router.gateway.reply import Call, Part, Reasoning, Text
+from router.requests.request import SpeculationCounts
 
 # What ends a choice in a chunk.
 _FINISH: Mapping[FinishReason | None, bytes] = {
@@ -355,17 +356,27 @@ class ChatFormat(ChoicesFormat):
 
 
 def usage_of(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    reasoning_tokens: int | None = None,
+    speculation: Iterable[SpeculationCounts] = (),
 ) -> dict[str, Any]:
-    """Token counts as OpenAI names them; without those of reasoning, answers are not searched for it."""
+    """Token counts as OpenAI names them; without those of reasoning, answers are not searched for it. Drafts count as
+    tokens of a prediction, although it is none of the client's."""
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-    if reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+    num_verified, num_accepted = SpeculationCounts.sum(speculation)
+    if num_verified:
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_verified - num_accepted
+    if details:
+        usage["completion_tokens_details"] = details
     return usage
 
 

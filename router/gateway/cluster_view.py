@@ -97,6 +97,7 @@ def _pod(pod: Pod) -> ClusterPod:
         detail=pod.detail,
         num_requests=pod.num_requests,
         parallel_sizes={} if info is None else _sizes(info),
+        proposer=None if info is None or not info.proposer else info.proposer[:_MAX_WORD_CHARS],
         load=_load(pod),
     )
 
@@ -124,6 +125,9 @@ def _load(pod: Pod) -> ClusterLoad | None:
         prefix_cache_hits=stats.prefix_cache_hits,
         kv_bytes_saved=stats.kv_bytes_saved,
         kv_bytes_loaded=stats.kv_bytes_loaded,
+        num_verified_drafts=stats.drafts.num_verified,
+        num_accepted_drafts=min(stats.drafts.num_accepted, stats.drafts.num_verified),
+        num_draft_verifications=stats.drafts.num_verifications,
         ranks=[_rank(each) for each in stats.ranks[:_MAX_RANKS]],
     )
 

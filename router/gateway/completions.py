@@ -421,6 +421,7 @@ def _usage_of(generation: TextGeneration, parser: ReplyParser | None) -> dict[st
         completion_tokens=generation.num_tokens,
         cached_tokens=generation.generation.num_cached_tokens,
         reasoning_tokens=None if parser is None else parser.num_reasoning_tokens,
+        speculation=[generation.generation.speculation],
     )
 
 
@@ -432,4 +433,5 @@ def _usage(job: _Job, generations: list[TextGeneration]) -> dict[str, Any]:
         completion_tokens=sum(generation.num_tokens for generation in generations),
         cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in generations)),
         reasoning_tokens=sum(reasoning) if reasoning else None,
+        speculation=(each.generation.speculation for each in generations),
     )

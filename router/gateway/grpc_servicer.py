@@ -36,7 +36,7 @@ from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of,
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
-from router.requests.request import Draft, GenerationRequest
+from router.requests.request import Draft, GenerationRequest, SpeculationCounts
 from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
@@ -445,9 +445,12 @@ def _usage(job: _Job, index: int | None = None) -> inference_pb2.Usage:
     generations = job.generations[counted]
     reasoning = [each.num_reasoning_tokens for each in job.parsers[counted] if each is not None]
     num_reasoning = [num for num in reasoning if num is not None]
+    num_verified, num_accepted = SpeculationCounts.sum(each.generation.speculation for each in generations)
     return inference_pb2.Usage(
         prompt_tokens=job.num_prompt_tokens,
         completion_tokens=sum(each.num_tokens for each in generations),
         cached_tokens=min(job.num_prompt_tokens, sum(each.generation.num_cached_tokens for each in generations)),
         reasoning_tokens=sum(num_reasoning) if num_reasoning else None,
+        accepted_prediction_tokens=num_accepted if num_verified else None,
+        rejected_prediction_tokens=num_verified - num_accepted if num_verified else None,
     )

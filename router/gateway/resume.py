@@ -204,14 +204,15 @@ def check_fits(event_id: EventId, digest: bytes, seed: int, choices: Sequence[Ge
 
 def resumption_of(position: Position, known: KnownChoice | None, *, wants_logprobs: bool) -> Resumption:
     """How one choice goes on. Log probabilities are not kept, so with them only what the client has counts as known."""
-    if position.ended:
-        return Resumption(position.num_tokens, position.checksum, finish_reason=FinishReason.STOP, ended=True)
+    has_all = Resumption(position.num_tokens, position.checksum, finish_reason=FinishReason.STOP, ended=True)
     if known is None:
-        return Resumption(position.num_tokens, position.checksum)
-    token_ids, finish_reason = known
+        return has_all if position.ended else Resumption(position.num_tokens, position.checksum)
+    token_ids, finish_reason, speculation = known
+    if position.ended:
+        return replace(has_all, speculation=speculation)
     if wants_logprobs and len(token_ids) > position.num_tokens:
         token_ids, finish_reason = token_ids[: position.num_tokens], None
-    return Resumption(position.num_tokens, position.checksum, token_ids, finish_reason)
+    return Resumption(position.num_tokens, position.checksum, token_ids, finish_reason, speculation=speculation)
 
 
 def resumptions_of(event_id: EventId, kept: KeptStream | None, *, wants_logprobs: bool) -> list[Resumption]:

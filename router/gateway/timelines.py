@@ -118,6 +118,8 @@ def _summary(timeline: Timeline, now: float, *, shows_pods: bool) -> RequestSumm
         num_prompt_tokens=timeline.num_prompt_tokens,
         num_cached_tokens=timeline.num_cached_tokens,
         num_output_tokens=timeline.num_output_tokens,
+        num_verified_drafts=timeline.speculation.num_verified,
+        num_accepted_drafts=timeline.speculation.num_accepted,
         ttft_ms=None if timeline.first_token_s is None else _ms(timeline.first_token_s),
         duration_ms=_ms(timeline.duration_s(now)),
         longest_gap_ms=None if longest is None else _ms(longest.seconds),

@@ -68,6 +68,21 @@ _COUNTERS = (
         attrgetter("prefix_cache_hits"),
     ),
     _Figure(
+        "baton_router_pod_drafts_verified",
+        "Drafts that the pod computed beside the requests' next tokens.",
+        attrgetter("drafts.num_verified"),
+    ),
+    _Figure(
+        "baton_router_pod_drafts_accepted",
+        "Of these, those that were right: tokens of outputs.",
+        attrgetter("drafts.num_accepted"),
+    ),
+    _Figure(
+        "baton_router_pod_draft_verifications",
+        "Steps of the pod's requests that verified drafts; each gives a token more than were accepted.",
+        attrgetter("drafts.num_verifications"),
+    ),
+    _Figure(
         "baton_router_pod_kv_saved_bytes",
         "Bytes of KV that the pod has put into the connector for other pods.",
         attrgetter("kv_bytes_saved"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -83,6 +84,25 @@ class Draft:
     arrived_at: float  # time.monotonic()
 
 
+class SpeculationCounts(NamedTuple):
+    """Tokens of an answer that pods guessed and then computed; see docs/speculation.md."""
+
+    num_verified: int = 0
+    num_accepted: int = 0  # of these, those that were right
+
+    def plus(self, num_verified: int, num_accepted: int) -> SpeculationCounts:
+        """Returns the counts with further ones."""
+        return SpeculationCounts(self.num_verified + num_verified, self.num_accepted + num_accepted)
+
+    @staticmethod
+    def sum(counts: Iterable[SpeculationCounts]) -> SpeculationCounts:
+        """Those of several answers together."""
+        return reduce(lambda total, each: total.plus(*each), counts, NO_DRAFTS)
+
+
+NO_DRAFTS = SpeculationCounts()
+
+
 @dataclass(frozen=True, slots=True)
 class Resumption:
     """Where an answer goes on of which a client has had a part."""
@@ -92,6 +112,7 @@ class Resumption:
     known_token_ids: Sequence[int] = ()  # leading output tokens that need not be computed again
     finish_reason: FinishReason | None = None  # if these are all
     ended: bool = False  # the client has all of it
+    speculation: SpeculationCounts = NO_DRAFTS  # so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from common.pb import pods_pb2
-from router.requests.request import GenerationRequest
+from router.requests.request import NO_DRAFTS, GenerationRequest
 
 Where = Literal["router", "prefill", "decode"]
 
@@ -187,6 +187,7 @@ class Timeline:
         "num_output_tokens",
         "num_prompt_tokens",
         "request_id",
+        "speculation",
         "started_at",
         "tenant_name",
     )
@@ -200,6 +201,7 @@ class Timeline:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0  # of this generation
+        self.speculation = NO_DRAFTS  # of this generation
         self.arrived_at = request.arrived_at
         self.started_at = time.time() - (now - request.arrived_at)  # for people
         self.finish_reason = ""  # empty: it runs, or has failed
@@ -294,6 +296,10 @@ class Timeline:
         attempt = self._attempts[-1]
         attempt.decode_at = now
         attempt.report = report
+
+    def verified(self, num_verified: int, num_accepted: int) -> None:
+        """A pod has verified so many drafts, of which so many were right."""
+        self.speculation = self.speculation.plus(num_verified, num_accepted)
 
     def event(self, name: str, reason: str, pod: str) -> None:
         """Something went otherwise than planned. `name` and `reason` are labels."""

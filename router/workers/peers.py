@@ -16,6 +16,7 @@ from router.dispatching.kept import KeptStream, KnownChoice, StreamKey
 from router.gateway.answers import ClusterView, RequestSummary, RequestTimeline
 from router.gateway.cluster_view import view_of_cluster
 from router.gateway.timelines import summaries_of, timeline_of
+from router.requests.request import SpeculationCounts
 from router.requests.terms import Tenant
 from router.service import InferenceService
 from router.workers.link import Link
@@ -48,6 +49,14 @@ class _Running(msgspec.Struct, frozen=True, array_like=True):
 class _Choice(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes  # as of array("I")
     finish_reason: FinishReason | None
+    speculation: SpeculationCounts
+
+    @classmethod
+    def of(cls, choice: KnownChoice) -> _Choice:
+        return cls(bytes(choice.token_ids), choice.finish_reason, choice.speculation)
+
+    def known(self) -> KnownChoice:
+        return KnownChoice(array("I", self.token_ids), self.finish_reason, self.speculation)
 
 
 class LinkedPeers:
@@ -92,8 +101,7 @@ class LinkedPeers:
         about = _Running(key.tenant, key.request_id, identity)
         for choices in await self._ask_others(TAKE_OVER, about, list[_Choice], TAKE_OVER_TIMEOUT_S):
             if choices:
-                known = (KnownChoice(array("I", each.token_ids), each.finish_reason) for each in choices)
-                return KeptStream(identity, tuple(known))
+                return KeptStream(identity, tuple(each.known() for each in choices))
         return None
 
     async def _ask_others(self, name: str, about: object, answer: type[T], timeout_s: float = ASK_TIMEOUT_S) -> list[T]:
@@ -165,4 +173,4 @@ class PeerAnswers:
             kept = await self._service.streams.give_up(key, running.identity, _GIVE_UP_TIMEOUT_S)
         except TimeoutError:
             return []  # it goes on here, to a client that may be gone; the asker computes it again
-        return [] if kept is None else [_Choice(bytes(each.token_ids), each.finish_reason) for each in kept.choices]
+        return [] if kept is None else [*map(_Choice.of, kept.choices)]

@@ -56,7 +56,7 @@ class _LyingPrefillServicer(_PrefillServicer):
 @st.composite
 def decode_lies(draw: st.DrawFn) -> DecodeLie:
     """What no sound pod says."""
-    kind = draw(st.sampled_from(["token", "skip", "more", "end", "logprobs", "number", "report", "nothing"]))
+    kind = draw(st.sampled_from(["token", "skip", "more", "end", "logprobs", "number", "report", "drafts", "nothing"]))
     token, number, count = draw(_TOO_HIGH_TOKENS), draw(_ODD_NUMBERS), draw(st.integers(1, 40))
 
     def lie(delta: pods_pb2.TokenDelta) -> None:
@@ -76,6 +76,8 @@ def decode_lies(draw: st.DrawFn) -> DecodeLie:
                     position.sampled = float("nan")
             case "report":
                 delta.report.CopyFrom(_report(number, token))
+            case "drafts":
+                delta.num_verified_drafts, delta.num_accepted_drafts = token, count
             case "nothing":
                 delta.ClearField("token_ids")
                 delta.ClearField("logprobs")

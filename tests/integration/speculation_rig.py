@@ -1,17 +1,23 @@
-"""Proposers for the tests of speculation, which know what requests will sample."""
+"""Proposers for the tests of speculation, which know what requests will sample, and clients that ask at once."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import httpx
 
 from common.engine.config import EngineConfig
 from common.engine.contract.step import Asked
 from common.engine.scheduler.draft_depth import Candidate, DraftDepth
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
+from router.runtime import Router
+from tests.tiny_models import prompt_of
 
 NUM_DRAFTS = 4
 LONG_S = 1e3  # to compute a prompt
@@ -153,3 +159,35 @@ def forgetting_badly(_: EngineConfig) -> Proposer:
 def unwilling(_: EngineConfig) -> Proposer:
     """Is not even made."""
     raise RuntimeError("no such device")
+
+
+class EightStreams(NamedTuple):
+    """What eight clients of a router are told at once."""
+
+    texts: list[str]
+    num_accepted: int  # drafts, by their usage
+    num_rejected: int
+
+
+async def eight_streams(router: Router, **options: object) -> EightStreams:
+    """Asks for answers that repeat, each with a seed of its own."""
+    fixed = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "allowed_token_ids": [5, 6, 7],
+        "max_tokens": 40,
+    }
+
+    async def one(client: httpx.AsyncClient, seed: int) -> tuple[str, dict[str, int]]:
+        body = {"prompt": prompt_of(9 + seed), "seed": seed, **fixed, **options}
+        response = await client.post("/v1/completions", json=body)
+        chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        return text, chunks[-1]["usage"].get("completion_tokens_details", {})
+
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as client:
+        answers = await asyncio.gather(*(one(client, seed) for seed in range(8)))
+    counts = [
+        sum(details.get(f"{name}_prediction_tokens", 0) for _, details in answers) for name in ("accepted", "rejected")
+    ]
+    return EightStreams([text for text, _ in answers], *counts)

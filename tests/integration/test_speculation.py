@@ -21,8 +21,10 @@ from common.engine.speculation.history import History
 from common.engine.worker import model_runner
 from common.errors import ConfigError
 from common.types import Constraint, FinishReason, Logprobs, SampledToken, SamplingParams
+from router.gateway.cluster_view import view_of_cluster
 from tests.integration import speculation_rig as rig
 from tests.integration.cluster import running_cluster
+from tests.pods import wait_for
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
 
 MAX_TOKENS = 14
@@ -119,6 +121,8 @@ def test_greedy_output_is_the_references(name: str, accuracy: str) -> None:
     assert [completion.token_ids for completion in completions] == expected
     assert (report.violations, report.num_blocks_in_use, stats.num_failed_recordings) == ([], 0, 0)
     assert rig.LAST[0].num_proposed
+    assert sum(each.num_verified_drafts for each in completions) == stats.drafts.num_verified
+    assert sum(each.num_accepted_drafts for each in completions) == stats.drafts.num_accepted
     if accuracy == "right":
         assert rig.LAST[0].num_calls < MAX_TOKENS
 
@@ -269,6 +273,25 @@ async def test_drafts_after_a_handoff_are_of_the_same_tenant(tmp_path: Path, ver
         assert cluster.recomputed() == 0
     assert num_right[1] > MAX_TOKENS // 2
     assert [num_drafts[at] for at in (0, 2, 3)] == [0, 0, 0]
+
+
+async def test_eight_streams_have_the_same_texts_and_their_acceptance_is_shown(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, "llama", speculative="ngram:min=1,depth=4") as cluster:
+        plain = await rig.eight_streams(cluster.router, speculative=False)
+        found = await rig.eight_streams(cluster.router)
+        totals = cluster.decode[0].context.stats.latest.drafts
+        view = cluster.router.cluster.decode_pods[0]
+        await wait_for(lambda: view.stats is not None and view.stats.drafts.num_verified == totals.num_verified)
+        pods = {pod.role: pod for pod in view_of_cluster(cluster.router.service).pods}
+    assert found.texts == plain.texts
+    assert (plain.num_accepted, plain.num_rejected) == (0, 0)
+    assert (found.num_accepted, found.num_rejected) == (totals.num_accepted, totals.num_verified - totals.num_accepted)
+    assert found.num_accepted > 50
+    assert (pods["prefill"].proposer, pods["decode"].proposer) == (None, "ngram")
+    load = pods["decode"].load
+    assert load is not None
+    assert (load.num_verified_drafts, load.num_accepted_drafts) == (totals.num_verified, totals.num_accepted)
+    assert load.num_draft_verifications == totals.num_verifications
 
 
 def test_a_small_cache_preempts_and_changes_nothing(method: str) -> None:

@@ -32,6 +32,9 @@ def pod(role: str, number: int, tick: int, **changes: Any) -> dict[str, Any]:
         "prefix_cache_hits": 310 + number % 400,
         "kv_bytes_saved": tick * 48_000_000 if is_prefill else 0,
         "kv_bytes_loaded": 0 if is_prefill else tick * 48_000_000,
+        "num_verified_drafts": 0 if is_prefill else tick * 400,
+        "num_accepted_drafts": 0 if is_prefill else tick * (200 + 3 * number),
+        "num_draft_verifications": 0 if is_prefill else tick * 120,
         "ranks": [],
     }
     base = {
@@ -44,6 +47,7 @@ def pod(role: str, number: int, tick: int, **changes: Any) -> dict[str, Any]:
         "detail": "",
         "num_requests": load["num_running"],
         "parallel_sizes": {},
+        "proposer": None if is_prefill else "ngram",
         "load": load,
     }
     return base | changes
@@ -79,6 +83,8 @@ def summary(**changes: Any) -> dict[str, Any]:
         "num_prompt_tokens": 3817,
         "num_cached_tokens": 512,
         "num_output_tokens": 181,
+        "num_verified_drafts": 152,
+        "num_accepted_drafts": 96,
         "ttft_ms": 612.4,
         "duration_ms": 4210.7,
         "longest_gap_ms": 417.9,

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
+from common.engine.scheduler import scheduler
 from common.pb import pods_pb2
 from router.testing import FakeDecodePod, FakePrefillPod
+from tests.integration import speculation_rig
+from tests.integration.cluster import running_cluster
 from tests.page.answers import HOSTILE, answer_with, cluster, pod, request_list, summary, timeline
 from tests.unit.router.security.conftest import ALICE, OPERATOR, key_file  # noqa: F401  (a fixture)
 
@@ -105,6 +108,36 @@ async def test_ranks_are_shown_of_pods_that_have_several(start_cluster, open_pag
     await expect(rows.nth(1)).to_contain_text(f"rank 1: process 71, {HOSTILE[:64]}")
     await expect(rows.nth(1)).to_contain_text("computing 70 %, waiting 20 %, without a core 10 %")
     await expect(page.get_by_role("heading", name="Ranks")).to_be_visible()
+
+
+async def test_drafts_are_shown_of_pods_that_propose_some(start_cluster, open_page):
+    prefill, decode, other = FakePrefillPod(), FakeDecodePod(), FakeDecodePod()
+    decode.info.proposer, other.info.proposer = "ngram", HOSTILE
+    running = await start_cluster([prefill], [decode, other])
+    page = await open_page(running, "/#cluster")
+
+    def drafts(of):
+        return page.locator("#pods tr", has_text=of.address).locator("td.drafts")
+
+    await expect(drafts(prefill)).to_have_text("–")
+    await expect(drafts(decode)).to_have_text("ngram: none verified")
+    await expect(drafts(other)).to_have_text(f"{HOSTILE[:64]}: none verified")
+    stats = pods_pb2.PodStats(num_blocks=100)
+    stats.drafts.num_verified, stats.drafts.num_accepted, stats.drafts.num_verifications = 400, 252, 133
+    await decode.set_stats(stats)
+    await expect(drafts(decode)).to_have_text("ngram: 63 % right, 2.9 tok/step")
+
+
+async def test_the_acceptance_of_eight_streams_is_shown(tmp_path, monkeypatch, open_page):
+    monkeypatch.setattr(scheduler, "DraftDepth", speculation_rig.AllDrafts)
+    async with running_cluster(tmp_path, "llama", speculative="ngram:min=1,depth=4") as running:
+        page = await open_page(running, "/#cluster")
+        plain = await speculation_rig.eight_streams(running.router, speculative=False)
+        found = await speculation_rig.eight_streams(running.router)
+        assert found.texts == plain.texts
+        share = round(100 * found.num_accepted / (found.num_accepted + found.num_rejected))
+        await expect(page.locator("#pods tr[data-role='decode'] .drafts")).to_contain_text(f"ngram: {share} % right, ")
+        await expect(page.locator("#pods tr[data-role='prefill'] .drafts")).to_have_text("–")
 
 
 async def test_two_hundred_pods_are_drawn_once_a_poll_and_only_where_they_changed(start_cluster, open_page):
@@ -226,6 +259,7 @@ async def test_a_timeline_has_bars_for_router_pods_and_wire_and_the_reasons(star
     assert (bar["x"] - track["x"]) / track["width"] == pytest.approx(598.0 / 4210.7, abs=0.01)
     await expect(page.locator("#timeline-figures")).to_contain_text("418 ms, before token 71")
     await expect(page.locator("#timeline-figures")).to_contain_text("planned")
+    await expect(page.locator("#timeline-figures")).to_contain_text("96 of 152")
     await expect(page.locator("#fallbacks li").first).to_contain_text("prefill failed, unavailable, 10.0.1.1:50051")
     await expect(page.locator("#phases tr")).to_have_count(12)
     await page.screenshot(path=IMAGES / "page-timeline.png")

@@ -324,6 +324,7 @@ class Lifecycle:
     def _count_drafts(self, request: Request, num_drafts: int, num_right: int) -> None:
         assert request.acceptance is not None
         request.acceptance.observe(num_drafts, num_right)
+        self._outbox.add_drafts(request, num_drafts, num_right)
         self.totals.drafts.count_verification(num_drafts, num_right)
 
     def _leave_flights(self, request: Request) -> None:

@@ -30,6 +30,15 @@ class Outbox:
         else:
             self._outputs[request] = msgspec.structs.replace(output, start_index=start, tokens=[token])
 
+    def add_drafts(self, request: Request, num_verified: int, num_accepted: int) -> None:
+        """So many drafts of `request` were verified, and so many of these were right."""
+        output = self._open(request)
+        self._outputs[request] = msgspec.structs.replace(
+            output,
+            num_verified_drafts=output.num_verified_drafts + num_verified,
+            num_accepted_drafts=output.num_accepted_drafts + num_accepted,
+        )
+
     def add_prompt_logprobs(self, request: Request, start: int, entries: list[Logprobs]) -> None:
         """Adds those of a run of prompt tokens, of which the first has index `start`."""
         output = self._open(request)

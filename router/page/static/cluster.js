@@ -5,7 +5,7 @@ import { bytes, count, element, getJson, Poll, problemOf, rate, setText } from "
 
 const byId = (id) => document.getElementById(id);
 const MAX_EVENTS = 100;
-const COLUMNS = ["pod", "role", "address", "state", "running", "waiting", "kv", "use", "prompt", "output", "hits", "cut"];
+const COLUMNS = ["pod", "role", "address", "state", "running", "waiting", "kv", "use", "prompt", "output", "hits", "drafts", "cut"];
 const NUMBERS = new Set(["running", "waiting", "kv", "prompt", "output", "hits"]);
 
 export class ClusterView {
@@ -178,6 +178,7 @@ class PodRow {
     this.#write("output", rate(rates.output));
     const hits = load?.prefix_cache_queries ? load.prefix_cache_hits / load.prefix_cache_queries : null;
     this.#write("hits", hits === null ? "–" : `${Math.round(100 * hits)} %`);
+    this.#write("drafts", draftsOf(pod));
     const share = load?.num_blocks ? 1 - load.num_free_blocks / load.num_blocks : 0;
     const percent = Math.round(100 * share);
     setText(this.#usage, load ? `${percent} %` : "–");
@@ -205,6 +206,15 @@ const cutOf = (pod) =>
   Object.entries(pod.parallel_sizes)
     .map(([name, size]) => `${LETTERS[name] ?? name} ${size}`)
     .join(" × ");
+
+// What proposes drafts, the share of them that were right, and tokens per step of a request that verified some.
+function draftsOf({ proposer, load }) {
+  if (!proposer) return "–";
+  if (!load?.num_verified_drafts) return `${proposer}: none verified`;
+  const share = Math.round((100 * load.num_accepted_drafts) / load.num_verified_drafts);
+  const tokens = 1 + load.num_accepted_drafts / load.num_draft_verifications;
+  return `${proposer}: ${share} % right, ${tokens.toFixed(1)} tok/step`;
+}
 
 const engineOf = (pod, rank) => (pod.parallel_sizes.data_parallel_size ? `engine ${rank.engine} ` : "");
 

@@ -138,12 +138,16 @@ function drawTimeline({ request, phases, events, gaps, num_left_out: leftOut }) 
     ["Longest gap", gaps ? `${seconds(gaps.longest_ms)}, before token ${gaps.longest_before_token}` : "–"],
     ["Route reason", route?.reason || "–"],
     ["Fallbacks", String(events.length)],
+    ["Drafts right", draftsOf(request)],
   ]);
   drawLanes(phases, events, gaps, request.duration_ms);
   drawPhases(phases);
   drawFallbacks(events, leftOut);
   drawGaps(gaps);
 }
+
+const draftsOf = ({ num_verified_drafts: verified, num_accepted_drafts: accepted }) =>
+  verified ? `${count(accepted)} of ${count(verified)}` : "–";
 
 const laneOf = (phase) => (phase.name === "transfer" ? "wire" : phase.where);
 const words = (name) => name.replaceAll("_", " ");

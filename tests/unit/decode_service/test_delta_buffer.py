@@ -21,9 +21,9 @@ async def test_slow_router_gets_merged_deltas() -> None:
     writer = asyncio.create_task(deltas.write_to(write))
     deltas.put("a", delta(0, 5, report=pods_pb2.DecodeReport(num_cached_tokens=3)))
     await wait_for(lambda: written)
-    deltas.put("a", delta(1, 6))
+    deltas.put("a", delta(1, 6, num_verified_drafts=4))
     deltas.put("b", delta(0, 9))
-    deltas.put("a", delta(2, 7, 8))
+    deltas.put("a", delta(2, 7, 8, num_verified_drafts=3, num_accepted_drafts=1))
     deltas.put("a", delta(0, finish_reason=common_pb2.FINISH_REASON_ERROR, error=common_pb2.Error(message="oh")))
     deltas.close()
     may_write.set()
@@ -31,7 +31,14 @@ async def test_slow_router_gets_merged_deltas() -> None:
     assert [list(events.deltas) for events in written] == [
         [delta(0, 5, report=pods_pb2.DecodeReport(num_cached_tokens=3))],
         [
-            delta(1, 6, 7, 8, finish_reason=common_pb2.FINISH_REASON_ERROR, error=common_pb2.Error(message="oh")),
+            delta(
+                1,
+                *(6, 7, 8),
+                finish_reason=common_pb2.FINISH_REASON_ERROR,
+                error=common_pb2.Error(message="oh"),
+                num_verified_drafts=7,
+                num_accepted_drafts=1,
+            ),
             delta(0, 9),
         ],
     ]

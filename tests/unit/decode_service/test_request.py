@@ -122,3 +122,13 @@ async def test_report_says_how_the_prompt_was_obtained(request_and_engine, delta
     assert (report.num_cached_tokens, report.num_external_tokens) == (16, 24)
     assert (report.handoff_s, report.recompute_reason) == (0.5, "block_missing")
     assert 5.0 <= report.queue_s < 5.0 + DEADLINE_S  # with the time before it entered the engine
+
+
+async def test_drafts_are_counted_with_the_tokens_that_they_led_to(request_and_engine, deltas) -> None:
+    request, _ = request_and_engine
+    request.take_output(
+        RequestOutput(
+            request_id=RequestId("a~1"), tokens=[SampledToken(7)], num_verified_drafts=3, num_accepted_drafts=1
+        )
+    )
+    assert (deltas[0].num_verified_drafts, deltas[0].num_accepted_drafts) == (3, 1)

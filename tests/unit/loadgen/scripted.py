@@ -124,8 +124,8 @@ def token(text: str, finish_reason: str | None = None) -> bytes:
     return event({"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}], "usage": None})
 
 
-def usage(prompt: int, completion: int) -> bytes:
-    return event({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}})
+def usage(prompt: int, completion: int, **more: object) -> bytes:
+    return event({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion, **more}})
 
 
 def stream(times: Sequence[float], *, prompt: int = 7, completion: int | None = None) -> Iterator[Part]:

@@ -281,3 +281,32 @@ def test_turns_follow_each_other_with_all_that_was_said() -> None:
     ]
     assert later.time - 100 == pytest.approx(0.7 + 2.0)
     assert [sample.failure and sample.failure.kind for sample in run.samples] == [None, None, "status 500", "not sent"]
+
+
+@pytest.mark.parametrize(
+    ("details", "drafts", "acceptance", "tokens_per_step"),
+    [
+        ({"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}, (12, 4), 0.75, 2.5),
+        ({"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 2}, (0, 4), 0.0, 1.0),
+        ({"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}, (0, 0), None, None),
+        ({"reasoning_tokens": 3, "accepted_prediction_tokens": None}, (0, 0), None, None),
+        (None, (0, 0), None, None),
+    ],
+)
+def test_drafts_are_those_that_the_endpoint_tells_of(
+    details: dict[str, int | None] | None,
+    drafts: tuple[int, int],
+    acceptance: float | None,
+    tokens_per_step: float | None,
+) -> None:
+    def script(_: Request) -> Sequence[Part]:
+        last = token(" two", "stop") + usage(3, 10, completion_tokens_details=details) + event("[DONE]")
+        return [(0.1, stream_head()), (0.2, piece(token(" one"))), (0.3, piece(last) + piece(b""))]
+
+    run, _ = loaded(script, singles([0.0, 1.0]))
+    figures = summarise(run, {})
+    assert (figures.num_accepted_drafts, figures.num_rejected_drafts) == drafts
+    assert (figures.draft_acceptance, figures.tokens_per_step) == (acceptance, tokens_per_step)
+    found = as_json(figures)
+    assert (found["accepted_drafts"], found["rejected_drafts"]) == drafts
+    assert (found["draft_acceptance"], found["tokens_per_step"]) == (acceptance, tokens_per_step)

@@ -83,6 +83,15 @@ def test_the_table_has_the_lines_of_vllm_and_what_limits_them() -> None:
     assert "note: the load generator was busy for 95% of the time" in text
     assert "note: 1 answers came without usage" in text
     assert "note: requests were sent late" in text
+    assert "Drafts" not in text
+
+
+def test_the_table_has_acceptance_where_there_were_drafts() -> None:
+    run = a_run()
+    run.samples[0].num_accepted_drafts, run.samples[0].num_rejected_drafts = 5, 3
+    lines = dict(re.findall(r"^([^:\n]+):\s+([\d.]+)$", as_table(summarise(run, SLO), SLO, OPTIONS), re.MULTILINE))
+    assert lines["Drafts that were right (%)"] == "62.5"
+    assert lines["Output tokens per step of a request"] == "1.50"
 
 
 def test_a_difference_beyond_noise_is_named_and_another_is_not() -> None:

@@ -65,6 +65,20 @@ def test_ranks_of_a_pod_have_lines_of_their_own():
     ]
 
 
+def test_drafts_of_a_pod_are_shown_where_it_has_a_proposer():
+    pods = [
+        pod("prefill", 1, 1),
+        pod("decode", 1, 2),
+        pod("decode", 2, 0, proposer="a:b\x1b"),
+        pod("decode", 3, 1, load=None),
+    ]
+    figures = figures_of(view_of(1, *pods), None).pods
+    share, tokens = [column for column in POD_COLUMNS if column.title in ("DRAFTS", "TOK/STEP")]
+    assert [share.text(row) for row in figures] == ["-", "ngram 51%", "a:b\\x1b -", "ngram -"]
+    assert [tokens.text(row) for row in figures] == ["-", "2.7", "-", "-"]
+    assert in_order(figures, share, is_descending=False)[0].pod.name == "decode-1"
+
+
 def test_ranks_of_several_engines_are_told_apart():
     ranks = [
         {"engine": engine, "rank": 0, "pid": 70, "device": "cpu", "resident_bytes": 0, "num_steps": 1}
@@ -134,6 +148,9 @@ def test_a_timeline_has_bars_for_router_pods_and_wire_and_the_reasons():
     lanes = [line for line in lines if line and not line.startswith(" ")][5:]
     assert lanes[:4] == ["Router", "Prefill pod 10.0.1.2:50051", "Wire", "Decode pod 10.0.2.1:50051"]
     assert "Route planned   Fallbacks 2" in lines
+    assert "Prompt 3,817 tokens, 512 cached   Output 181 tokens, 96 of 152 drafts right" in lines
+    plain_request = summary(num_verified_drafts=0, num_accepted_drafts=0)
+    assert "drafts" not in draw(msgspec.convert(timeline(plain_request), Timeline), 100).plain
     assert "Longest gap 418 ms, before token 71" in text
     assert "140 ms: prefill failed, unavailable, 10.0.1.1:50051" in text
     assert not any(line.startswith("  route ") for line in lines)

@@ -114,7 +114,11 @@ def after_a_gap(delta):
     delta.start_index += 1
 
 
-@pytest.mark.parametrize("lie", [beyond_the_vocabulary, after_a_gap])
+def more_right_drafts_than_tokens(delta):
+    delta.num_verified_drafts = delta.num_accepted_drafts = 2
+
+
+@pytest.mark.parametrize("lie", [beyond_the_vocabulary, after_a_gap, more_right_drafts_than_tokens])
 async def test_a_decode_pod_with_two_invalid_answers_is_ejected(start_cluster, text, lie):  # noqa: F811
     bad, good = LyingDecodePod(), FakeDecodePod()
     bad.lie = lie

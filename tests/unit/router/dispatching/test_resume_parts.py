@@ -28,7 +28,7 @@ from router.gateway.resume import (
     parse_event_id,
     resumption_of,
 )
-from router.requests.request import Resumption
+from router.requests.request import Resumption, SpeculationCounts
 from router.requests.terms import Tenant
 from router.testing import fake_logprobs
 
@@ -108,13 +108,16 @@ def test_the_digest_is_of_the_meaning():
 
 def test_what_is_known_of_a_choice_is_not_computed_again():
     position = Position(2, 77)
-    known = KnownChoice(array("I", [1, 2, 3]), FinishReason.LENGTH)
+    drafts = SpeculationCounts(5, 2)
+    known = KnownChoice(array("I", [1, 2, 3]), FinishReason.LENGTH, drafts)
     assert resumption_of(position, None, wants_logprobs=False) == Resumption(2, 77)
-    whole = Resumption(2, 77, known.token_ids, FinishReason.LENGTH)
+    whole = Resumption(2, 77, known.token_ids, FinishReason.LENGTH, speculation=drafts)
     assert resumption_of(position, known, wants_logprobs=False) == whole
-    assert resumption_of(position, known, wants_logprobs=True) == Resumption(2, 77, known.token_ids[:2])
+    assert resumption_of(position, known, wants_logprobs=True) == Resumption(
+        2, 77, known.token_ids[:2], speculation=drafts
+    )
     assert resumption_of(Position(3, 9, ended=True), known, wants_logprobs=True) == Resumption(
-        3, 9, finish_reason=FinishReason.STOP, ended=True
+        3, 9, finish_reason=FinishReason.STOP, ended=True, speculation=drafts
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.pb import common_pb2, pods_pb2
 from common.types import SamplingParams
-from router.dispatching.validity import checked_report, checked_seconds, invalid_end, invalid_tokens
+from router.dispatching.validity import checked_report, checked_seconds, invalid_drafts, invalid_end, invalid_tokens
 
 VOCAB_SIZE = 500
 SAMPLING = SamplingParams(max_tokens=8, num_logprobs=2)
@@ -70,6 +70,15 @@ def test_log_probabilities_that_nobody_asked_for(num_logprobs, logprobs, fault):
 )
 def test_ends(finish_reason, num_tokens, fault):
     assert invalid_end(finish_reason, num_tokens, 8) == fault
+
+
+@pytest.mark.parametrize(
+    ("num_verified", "num_accepted", "is_valid"),
+    [(0, 0, True), (32, 2, True), (2, 2, True), (33, 0, False), (5, 3, False), (1, 2, False)],
+)
+def test_drafts_of_two_tokens(num_verified, num_accepted, is_valid):
+    problem = f"{num_accepted} of {num_verified} drafts were right, of 2 tokens"
+    assert invalid_drafts(num_verified, num_accepted, 2) == ("" if is_valid else problem)
 
 
 def test_figures_of_a_report():

@@ -93,9 +93,11 @@ async def test_the_setting_turns_the_page_off_but_not_the_description(start_clus
 
 async def test_the_clusters_pods_their_load_and_handoffs_between_them(start_cluster):
     prefill, decode = FakePrefillPod(), FakeDecodePod()
+    decode.info.proposer = "ngram"
     cluster = await start_cluster([prefill], [decode])
     ranks = [pods_pb2.RankStats(rank=rank, computing_s=1.5, waiting_s=math.nan) for rank in range(100)]
     stats = pods_pb2.PodStats(num_running=3, num_free_blocks=25, num_blocks=100, num_generation_tokens=7, ranks=ranks)
+    stats.drafts.num_verified, stats.drafts.num_accepted, stats.drafts.num_verifications = 9, 6, 3
     await decode.set_stats(stats)
     (seen,) = cluster.router.cluster.decode_pods
     async with Stream(cluster) as stream:
@@ -120,6 +122,9 @@ async def test_the_clusters_pods_their_load_and_handoffs_between_them(start_clus
     load = pods["decode"]["load"]
     assert (load["num_running"], load["num_free_blocks"], load["num_blocks"]) == (3, 25, 100)
     assert load["num_generation_tokens"] == 7
+    drafts = [load[f"num_{name}"] for name in ("verified_drafts", "accepted_drafts", "draft_verifications")]
+    assert (pods["decode"]["proposer"], drafts) == ("ngram", [9, 6, 3])
+    assert pods["prefill"]["proposer"] is None
     assert [each["rank"] for each in load["ranks"]] == [*range(64)]  # of 100
     assert (load["ranks"][1]["computing_s"], load["ranks"][1]["waiting_s"]) == (1.5, 0.0)
     assert pods["decode"]["parallel_sizes"] == {}

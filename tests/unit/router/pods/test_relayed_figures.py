@@ -32,6 +32,7 @@ async def test_reports_are_shown_until_the_pod_is_lost():
         num_running=3, num_blocks=8, num_free_blocks=6, num_prompt_tokens=70, last_step_s=math.inf
     )
     fake.stats.phases.wait = 2.5
+    fake.stats.drafts.num_verified, fake.stats.drafts.num_accepted, fake.stats.drafts.num_verifications = 9, 6, 3
     async with run_cluster(decode=[fake]) as cluster:
         await cluster.until_ready()
         samples = scraped(cluster)
@@ -41,6 +42,8 @@ async def test_reports_are_shown_until_the_pod_is_lost():
         assert samples["baton_router_pod_prompt_tokens_total"] == (labels, 70)
         assert samples["baton_router_pod_last_step_seconds"] == (labels, 0), "no clock shows that"
         assert samples["baton_router_pod_step_phase_seconds_total"] == (labels | {"phase": "wait"}, 2.5), "the last one"
+        drafts = ("drafts_verified", "drafts_accepted", "draft_verifications")
+        assert [samples[f"baton_router_pod_{name}_total"][1] for name in drafts] == [9, 6, 3]
         assert samples["baton_router_pod_info"][0]["pod_id"] == HOSTILE[:64]
         assert samples["baton_router_pod_ready"][1] == 1
         await fake.stop()
