@@ -15,6 +15,7 @@ right again; and so are steps without drafts where these pay, to know what they 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
@@ -34,6 +35,7 @@ _SLOWNESS_FADING = 0.95  # of the weight of a step with drafts
 _MOST_SURPRISE = math.log(2)
 _LEAST_S = 1e-9
 _CATCH_UP_SHARE = 0.1  # of a step that takes long enough, for a draft model to catch up beside it
+_NUM_RECORDED = 2  # passes of a size: with one token of each request, and with several of some
 _MEASURED_ROWS = 128  # most tokens of a measured step whose time tells of as many rows
 
 
@@ -128,6 +130,7 @@ class DraftDepth:
         self._times = _DecodeTimes(max_num_rows, measured_steps)
         self._most_asked = most_asked
         self._passes = StepTimes(max_num_rows)  # of the draft model
+        self._num_unlearned: Counter[int] = Counter()  # by rows: times with passes that may have been recorded
         self._has_drafted = False
         self._is_off = False  # the draft model was asked last, if at all, to see whether it pays
         self._num_probed = 0  # passes of those asked for
@@ -202,6 +205,9 @@ class DraftDepth:
         if drafting.num_passes:
             pass_s = drafting.proposing_s / drafting.num_passes
             self._probe_s -= self._num_probed * pass_s
+            if self._num_unlearned[drafting.num_rows] < _NUM_RECORDED:
+                self._num_unlearned[drafting.num_rows] += 1
+                return
             self._passes.observe(pass_s, drafting.num_rows)
             self._has_drafted = True
 

@@ -9,8 +9,8 @@ model has computed it.
 1. `begin_step` takes note of requests and blocks, as the model's runner does, and of what the step asks for.
 2. `propose` has the tokens that the model has sampled. What the draft model took for them and was not right counts as
    not computed.
-3. It catches up: requests whose KV lacks more than a few tokens get what lacks computed, in turn, in as many tokens as
-   fit the seconds that were asked for.
+3. It catches up: requests whose KV lacks more than a few tokens get them computed, those that lack least first, as many
+   tokens as fit the seconds that were asked for.
 4. For those that lack no more than that, it samples one token after the other, with their own parameters and noise.
 
 No token of an answer depends on what is computed here.
@@ -51,6 +51,7 @@ class _Drafted:
     num_known: int  # tokens of the prompt and the output; in the table, drafts may follow
     hashes: list[BlockHash] = field(default_factory=list)  # of its first blocks
     num_keyed: int = 0  # first blocks whose keys are theirs
+    num_passed_over: int = 0  # times that only others caught up
 
 
 class DraftModel:
@@ -74,7 +75,7 @@ class DraftModel:
         self._clock = clock
         self._phases = PhaseClock()
         self._keys: list[BlockHash | None] = [None] * num_blocks
-        self._requests: dict[RequestId, _Drafted] = {}  # the first one is the next to catch up
+        self._requests: dict[RequestId, _Drafted] = {}
         self._asked = NOTHING_ASKED
         self._drafting: Drafting | None = None
         most = min(_MEASURED_TOKENS, max_num_tokens, (num_blocks - 1) * block_size, self._limit)
@@ -179,9 +180,9 @@ class DraftModel:
         scheduled: dict[RequestId, int] = {}
         begun: set[int] = set()  # blocks; one that several requests share is computed once
         work = 0.0
-        lacking = [request_id for request_id, request in self._requests.items() if self._lacks_many(request)]
-        for request_id in lacking:
-            request = self._requests[request_id]
+        lacking = [each for each in self._requests.items() if self._lacks_many(each[1])]
+        for request_id, request in sorted(lacking, key=lambda each: self._turn(each[1])):
+            request.num_passed_over += 1
             start = self._skip_computed(request)
             first_block = request.block_ids[start // self._block_size]
             if first_block in begun or (scheduled and work >= work_left) or not self._lacks_many(request):
@@ -193,7 +194,7 @@ class DraftModel:
             self._clear_keys(request, start, start + num_tokens)
             scheduled[request_id] = num_tokens
             work += prefill_work(num_tokens, start)
-            self._requests[request_id] = self._requests.pop(request_id)  # the others come first the next time
+            request.num_passed_over = 0
         if not scheduled:
             return 0
         began = self._clock()
@@ -202,6 +203,12 @@ class DraftModel:
         for request_id in scheduled:
             self._set_keys(self._requests[request_id])
         return sum(scheduled.values())
+
+    def _turn(self, request: _Drafted) -> int:
+        """The lowest is the first to catch up: what lacks least can propose soonest, but each time that others came
+        first counts as a block less."""
+        num_left = request.num_known - int(self._runner.table.num_computed_tokens[request.row])
+        return num_left - request.num_passed_over * self._block_size
 
     def _lacks_many(self, request: _Drafted) -> bool:
         """Whether more tokens are to be computed than a pass for drafts takes."""

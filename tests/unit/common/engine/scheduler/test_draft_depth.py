@@ -149,7 +149,6 @@ class DraftedBatch:
         self._requests = [Acceptance(self._depth.acceptance) for _ in range(size)]
         self._num_proposed = [0] * size
         self._num_behind = [0] * size  # tokens that the draft model has not seen
-        self._next = 0  # to catch up
 
     def run(self, num_steps: int, chance: float) -> tuple[float, float]:
         """Tokens per second, relative to those without drafts; mean number of drafts proposed."""
@@ -195,14 +194,13 @@ class DraftedBatch:
         return drafting.seconds
 
     def _catch_up(self, num_tokens: float) -> int:
-        """As a DraftModel does: in turn, one block at least."""
+        """As a DraftModel does: one block at least."""
         num_caught_up = 0
-        for number in [*range(self._next, self._size), *range(self._next)]:
+        for number in sorted(range(self._size), key=self._num_behind.__getitem__):
             if self._num_behind[number] > 4 and not (num_caught_up and num_caught_up >= num_tokens):
                 chunk = int(min(self._num_behind[number], max(16, num_tokens - num_caught_up)))
                 self._num_behind[number] -= chunk
                 num_caught_up += chunk
-                self._next = (number + 1) % self._size
         return num_caught_up
 
 
@@ -256,6 +254,9 @@ def test_beside_prompts_a_draft_model_that_pays_only_catches_up() -> None:
     depth = DraftDepth(16, [(1.0, 0.02), (64.0, 0.09)], Asked(4, 0.005))
     assert depth.ask_beside_prompts(0.01) == Asked(0, 0.005)
     assert depth.ask_beside_prompts(0.25) == Asked(0, 0.025)
+    for _ in range(2):  # these may have been recorded
+        depth.observe_drafting(Drafting(4, 1, 4.0, 0, 0.0))
+        assert depth.ask([Acceptance().chance], 1, 100).num_drafts > 0
     depth.observe_drafting(Drafting(4, 1, 4.0, 0, 0.0))
     assert depth.ask([Acceptance().chance], 1, 100) == depth.ask_beside_prompts(0.2) == NOTHING_ASKED
 

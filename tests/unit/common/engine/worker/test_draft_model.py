@@ -112,13 +112,23 @@ def test_drafts_come_in_the_step_in_which_nothing_lacks_any_more(step: Callable[
 
 def test_requests_take_turns(step: Callable[..., tuple]) -> None:
     long, short = prompt_of(60), prompt_of(17)
-    step(request(A, long, 1), num_tokens=3)
-    proposed, _ = step(request(B, short, 20), num_tokens=3, num_drafts=1)
-    for _ in range(7):
-        assert not proposed
-        proposed, number = step(num_tokens=3, num_drafts=1)
-        assert number == 4
-    assert list(proposed) == [B], "after its four blocks, and as many of the other"
+    first, _ = step(request(A, long, 1), request(B, short, 20), num_tokens=3, num_drafts=1)
+    proposed = [first, *(step(num_tokens=3, num_drafts=1)[0] for _ in range(3))]
+    assert list(map(list, proposed)) == [[], [], [], [B]], "what lacks least is the first"
+
+
+def test_no_request_is_passed_over_for_ever(step: Callable[..., tuple]) -> None:
+    prompt = prompt_of(22)
+    proposed = {}
+    step(request(A, prompt, 1), num_tokens=3)
+    for number in range(40):
+        others = RequestId(f"other {number}"), RequestId(f"other {number - 1}")
+        new = request(others[0], prompt_of(9, seed=number), 20)
+        proposed, _ = step(new, num_tokens=3, num_drafts=1, dropped=others[1:] if number else ())
+        if A in proposed:
+            break
+    assert A in proposed
+    assert number > 6, "others came first"
 
 
 def test_what_several_requests_share_is_computed_once(model: DraftModel, step: Callable[..., tuple]) -> None:
