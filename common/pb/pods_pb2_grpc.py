@@ -336,7 +336,8 @@ class PodServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs.
+        """Removes the blocks that no request uses from the prefix cache, and has proposers of drafts forget earlier answers.
+        Tiers and stores keep theirs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

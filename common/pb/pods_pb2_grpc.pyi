@@ -153,7 +153,9 @@ class PodStub:
     Undrain: _grpc.UnaryUnaryMultiCallable[_pods_pb2.UndrainRequest, _pods_pb2.UndrainResponse]
     """Takes new work again after a Drain. UNAVAILABLE while the process ends."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_pods_pb2.ResetPrefixCacheRequest, _pods_pb2.ResetPrefixCacheResponse]
-    """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
+    """Removes the blocks that no request uses from the prefix cache, and has proposers of drafts forget earlier answers.
+    Tiers and stores keep theirs.
+    """
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_pods_pb2.CheckIntegrityRequest, _pods_pb2.CheckIntegrityResponse]
     """States the pod's invariants: every request ended, every block accounted for."""
     Profile: _grpc.UnaryStreamMultiCallable[_pods_pb2.ProfileRequest, _pods_pb2.ProfileEvent]
@@ -175,7 +177,9 @@ class PodAsyncStub(PodStub):
     Undrain: _aio.UnaryUnaryMultiCallable[_pods_pb2.UndrainRequest, _pods_pb2.UndrainResponse]  # type: ignore[assignment]
     """Takes new work again after a Drain. UNAVAILABLE while the process ends."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_pods_pb2.ResetPrefixCacheRequest, _pods_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
+    """Removes the blocks that no request uses from the prefix cache, and has proposers of drafts forget earlier answers.
+    Tiers and stores keep theirs.
+    """
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_pods_pb2.CheckIntegrityRequest, _pods_pb2.CheckIntegrityResponse]  # type: ignore[assignment]
     """States the pod's invariants: every request ended, every block accounted for."""
     Profile: _aio.UnaryStreamMultiCallable[_pods_pb2.ProfileRequest, _pods_pb2.ProfileEvent]  # type: ignore[assignment]
@@ -224,7 +228,9 @@ class PodServicer(metaclass=_abc_1.ABCMeta):
         request: _pods_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pods_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_pods_pb2.ResetPrefixCacheResponse]]:
-        """Removes the blocks that no request uses from the prefix cache. Tiers and stores keep theirs."""
+        """Removes the blocks that no request uses from the prefix cache, and has proposers of drafts forget earlier answers.
+        Tiers and stores keep theirs.
+        """
 
     @_abc_1.abstractmethod
     def CheckIntegrity(
