@@ -178,6 +178,7 @@ def _models(directories: Sequence[str] | None, scratch: Path) -> Iterator[tuple[
 # Vocabulary, hidden size, intermediate size, layers, heads, KV heads, size of a head, tied embeddings, type.
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool, torch.dtype]] = {
     "100M": (32000, 768, 2048, 12, 12, 4, 64, True, torch.float32),
+    "60M": (151936, 320, 960, 8, 5, 5, 64, True, torch.bfloat16),  # a tenth of the next
     "0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, torch.bfloat16),
     "8B": (151936, 4096, 12288, 36, 32, 8, 128, False, torch.bfloat16),
 }

@@ -1,7 +1,7 @@
 """Output tokens per second with and without speculation: engines in one process that take turns.
 
     python -m benchmarks.speculation [--models 100M 0.6B] [--dtypes float32 bfloat16]
-                                     [--sections verify repetitive random] [--repeats 3] [--tokens 128]
+                                     [--sections verify repetitive random draft] [--repeats 3] [--tokens 128]
                                      [--markdown FILE]
 
     verify      a step that verifies four drafts, all of them right, as a multiple of a decode step, at batch 1
@@ -9,6 +9,7 @@
                 that are quoted, records of JSON
     random      answers in which nothing repeats, at batch 1, 8 and 32; `wrong` proposes four drafts in each step, of
                 which none is ever right
+    draft       a draft model of a tenth of the size of 0.6B, and answers of which it foresees 70 %, at batch 1
 
 The models have random weights; a logits processor has them give the answers, on all sides, so that what repeats is
 what repeats in real texts. Only decoding is measured: from the first token to the last. Ratios are of figures of the
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import random
 import statistics
 import sys
 import tempfile
@@ -39,8 +41,10 @@ from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
 OFF, RIGHT, WRONG = "off", f"{forced.__name__}:right", f"{forced.__name__}:wrong"
-SECTIONS = ("verify", "repetitive", "random")
+SECTIONS = ("verify", "repetitive", "random", "draft")
 BATCHES = (1, 8, 32)
+_DRAFT_MODELS = {"0.6B": "60M"}  # a tenth of the size
+_FORESEEN = 0.7
 _KV_TOKENS = 32 * 1024
 _BLOCK_SIZE = 16
 
@@ -49,15 +53,16 @@ class Run(NamedTuple):
     """What the answers to a batch took."""
 
     tokens: list[list[int]]
-    seconds: float  # from the first token of all to the last
-    num_steps: int  # in that time
+    seconds: float  # from when all have their first token to the last
+    num_steps: int  # in that time, as are the others
+    num_generated: int
     num_verified: int
     num_accepted: int
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all requests, their first ones apart."""
-        return (sum(map(len, self.tokens)) - len(self.tokens)) / self.seconds
+        """Of all requests."""
+        return self.num_generated / self.seconds
 
 
 class Engine:
@@ -87,8 +92,7 @@ class Engine:
                 temperature=0.0, max_tokens=num_tokens, ignore_eos=True, vllm_xargs={"answer": name}
             )
             client.add_request(AddRequest(request_id=RequestId(name), prompt_token_ids=text.prompt, sampling=params))
-        num_steps, began = 0, 0.0
-        before = client.stats().drafts
+        num_steps, num_before, began, before = 0, 0, 0.0, client.stats().drafts
         while client.has_work:
             outputs = client.step()
             for output in outputs.outputs:
@@ -96,6 +100,7 @@ class Engine:
             if began:
                 num_steps += 1
             elif all(tokens.values()):
+                num_before, before = sum(map(len, tokens.values())), client.stats().drafts
                 began = time.perf_counter()
         seconds, after = time.perf_counter() - began, client.stats().drafts
         forced.ANSWERS.clear()
@@ -103,6 +108,7 @@ class Engine:
             list(tokens.values()),
             seconds,
             num_steps,
+            sum(map(len, tokens.values())) - num_before,
             after.num_verified - before.num_verified,
             after.num_accepted - before.num_accepted,
         )
@@ -125,18 +131,38 @@ def engines(model: Path, dtype: str, methods: Sequence[str], max_num_seqs: int) 
 
 
 def in_turn(sides: dict[str, Engine], load: str, batch: int, num_tokens: int, repeats: int) -> list[dict[str, Run]]:
-    """Runs of each side, turn by turn, after one that is no part of it. Raises RuntimeError if tokens differ."""
-    turns = []
+    """`turns_of` requests of one of the LOADS."""
+    batches = []
     for repeat in range(repeats + 1):
         words = Words(sides[OFF].vocab_size)
-        texts = [_long_enough(load, words, 1000 * repeat + number, num_tokens) for number in range(batch)]
+        batches.append([_long_enough(load, words, 1000 * repeat + number, num_tokens) for number in range(batch)])
+    return turns_of(sides, batches, num_tokens)
+
+
+def turns_of(sides: dict[str, Engine], batches: Sequence[Sequence[Text]], num_tokens: int) -> list[dict[str, Run]]:
+    """Runs of each side, turn by turn, after the first batch, which is no part of it. Raises RuntimeError if tokens
+    differ."""
+    turns = []
+    for repeat, texts in enumerate(batches):
         names = list(sides) if repeat % 2 else list(reversed(sides))
         runs = {name: sides[name].run(texts, num_tokens) for name in names}
         if any(run.tokens != [text.answer[:num_tokens] for text in texts] for run in runs.values()):
-            raise RuntimeError(f"{load}: tokens differ from the answers")
-        if repeat:
-            turns.append(runs)
-    return turns
+            raise RuntimeError("tokens differ from the answers")
+        turns.append(runs)
+    return turns[1:]
+
+
+def _foreseen(model: Path, dtype: str, num_texts: int, num_tokens: int) -> list[Text]:
+    """Texts with answers of which the model would say 70 % of the tokens itself, after what comes before them."""
+    texts = []
+    with contextlib.closing(Engine(model, dtype, OFF, 1)) as engine:
+        for seed in range(num_texts):
+            numbers = random.Random(seed)
+            prompt, answer = LOADS["random"](Words(engine.vocab_size), seed)
+            asked = [each if numbers.random() > _FORESEEN else forced.FREE for each in answer]
+            (said,) = engine.run([Text(prompt, asked)], num_tokens).tokens
+            texts.append(Text(prompt, said))
+    return texts
 
 
 def _long_enough(load: str, words: Words, seed: int, num_tokens: int) -> Text:
@@ -150,22 +176,26 @@ def _long_enough(load: str, words: Words, seed: int, num_tokens: int) -> Text:
 
 def rows(model: str, dtype: str, load: str, batch: int, turns: Sequence[dict[str, Run]]) -> Iterator[str]:
     """Of a table: one per method."""
-    for name in list(turns[0])[:]:
-        if name == OFF:
-            continue
+    for name in [each for each in sorted(turns[0]) if each != OFF]:
         off = statistics.median(turn[OFF].tokens_per_s for turn in turns)
         on = statistics.median(turn[name].tokens_per_s for turn in turns)
         ratios = sorted(turn[name].tokens_per_s / turn[OFF].tokens_per_s for turn in turns)
-        verified, accepted, steps = (
-            sum(getattr(turn[name], field) for turn in turns) for field in ("num_verified", "num_accepted", "num_steps")
+        verified, accepted, steps, generated = (
+            sum(getattr(turn[name], field) for turn in turns)
+            for field in ("num_verified", "num_accepted", "num_steps", "num_generated")
         )
-        generated = sum(sum(map(len, turn[name].tokens)) - batch for turn in turns)
         share = f"{accepted / verified:.0%}" if verified else "none verified"
         yield (
-            f"| {model} | {dtype} | {load} | {batch} | {name.rpartition(':')[2]} | {off:.1f} | {on:.1f} | "
+            f"| {model} | {dtype} | {load} | {batch} | {_short(name)} | {off:.1f} | {on:.1f} | "
             f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] | {share} | "
             f"{generated / steps / batch:.2f} |"
         )
+
+
+def _short(method: str) -> str:
+    """Without paths."""
+    name, _, option = method.partition(":")
+    return option if name == forced.__name__ else name
 
 
 def verify_row(model: str, dtype: str, turns: Sequence[dict[str, Run]]) -> str:
@@ -213,6 +243,15 @@ def measure(directory: Path, args: argparse.Namespace) -> Iterator[str]:
                 for batch in args.batches:
                     turns = in_turn(sides, "random", batch, args.tokens, args.repeats)
                     yield from rows(name, dtype, "random", batch, turns)
+    if "draft" in args.sections:
+        yield from _heading("A draft model", *columns)
+        for name, dtype in cases:
+            if name not in _DRAFT_MODELS:
+                continue
+            draft = make_random_model(directory, _DRAFT_MODELS[name])
+            batches = [[text] for text in _foreseen(draft, dtype, args.repeats + 1, args.tokens)]
+            with engines(models[name], dtype, [f"draft:model={draft},depth=4"], 1) as sides:
+                yield from rows(name, dtype, "70 % foreseen", 1, turns_of(sides, batches, args.tokens))
 
 
 def _heading(title: str, *columns: str) -> Iterator[str]:

@@ -20,6 +20,7 @@ from common.types import SamplingParams
 NAME = "forced_answers"
 NUM_DRAFTS = 4
 ANSWERS: dict[str, list[int]] = {}
+FREE = -1  # in an answer: what the model says itself
 _CERTAIN = 1e9  # more than any logit
 
 
@@ -33,7 +34,9 @@ class ForcedAnswers:
     def process(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         """See LogitsProcessor."""
         token_ids = [_answer_of(row.params)[row.output_position] for row in rows]
-        logits[range(len(rows)), token_ids] = _CERTAIN
+        for number, token_id in enumerate(token_ids):
+            if token_id != FREE:
+                logits[number, token_id] = _CERTAIN
 
 
 def create(*, vocab_size: int, device: torch.device) -> ForcedAnswers:
@@ -62,7 +65,7 @@ def wrong(config: EngineConfig) -> Proposer:
 
 
 def _oracle(accuracy: Accuracy, _: EngineConfig) -> Proposer:
-    return FakeProposer(_next_token, accuracy, NUM_DRAFTS, vocab_size=2**31)
+    return FakeProposer(_next_token, accuracy, NUM_DRAFTS, vocab_size=32_000)  # of the smallest model
 
 
 def _next_token(token_ids: Sequence[int], request: Context) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 Failure = Literal["raised", "invalid", "too_slow"]
 
 MAX_FAILURES = 10  # of a call, in a row; then the proposer is asked no more
+_SPARE_SHARE = 0.02  # of the time, for guesses while none are verified
 
 
 class Proposed(NamedTuple):
@@ -33,7 +35,10 @@ class GuardedProposer:
     MAX_FAILURES in a row, it is off until the engine ends.
 
     One that is late is asked for half as many requests the next time, the others having their turn after them, and for
-    twice as many once there is time. It fails if it is late with one."""
+    twice as many once there is time. It fails if it is late with one.
+
+    While no drafts are verified, because they do not pay or none were found, it is asked in some steps only, so that
+    what it takes is a small share of the time."""
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class GuardedProposer:
         self._clock = clock
         self._num_asked = 1 << 30  # most requests at once
         self._first = 0  # whose turn it is
+        self._next_spare = -math.inf  # when it is asked again while none are verified
         self._num_failures = {"propose": 0, "forget": 0}  # in a row
         self._untold: Failure | Literal[""] = ""  # of `forget` and `reset`, which have no answer
         self._logged: set[str] = set()
@@ -59,18 +65,22 @@ class GuardedProposer:
         """Whether it has failed too often."""
         return self._proposer is None
 
-    def propose(self, requests: Sequence[Context]) -> Proposed:
-        """Asks for drafts for requests that have just sampled."""
+    def propose(self, requests: Sequence[Context], *, are_verified: bool = True) -> Proposed:
+        """Asks for drafts for requests that have just sampled. `are_verified`: whether any were in the same step."""
         if self._proposer is None or not requests:
             return NOTHING
-        asked = self._take_turns(requests)
         began = self._clock()
+        if not are_verified and began < self._next_spare:
+            return NOTHING
+        asked = self._take_turns(requests)
         try:
             answer = self._proposer.propose(asked)
             drafts, problem = self._checked(asked, answer)
         except Exception as error:  # noqa: BLE001  code of others: whatever it is, streams go on
             return Proposed({}, self._fail("propose", "raised", repr(error)))
-        is_late = self._pace(self._clock() - began, len(asked))
+        now = self._clock()
+        self._next_spare = now + (now - began) / _SPARE_SHARE
+        is_late = self._pace(now - began, len(asked))
         if problem:
             return Proposed(drafts, self._fail("propose", "invalid", problem))
         if is_late:

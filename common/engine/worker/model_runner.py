@@ -212,7 +212,7 @@ class ModelRunner:
             if late:
                 self._table.put_off(rows[late], lengths[late])
         outcomes = self._verify(batch, samples, drafts) if drafts else outcomes_of(batch.sampled_ids, samples)
-        proposed = self._propose(outcomes)
+        proposed = self._propose(outcomes, are_verified=bool(drafts))
         return ModelRunnerOutput(outcomes, prompt_logprobs, drafts=proposed.drafts, proposer_failure=proposed.failure)
 
     def _verify(
@@ -232,12 +232,12 @@ class ModelRunner:
             outcomes[request_id] = outcome
         return outcomes
 
-    def _propose(self, outcomes: Mapping[RequestId, Outcome]) -> Proposed:
+    def _propose(self, outcomes: Mapping[RequestId, Outcome], *, are_verified: bool) -> Proposed:
         """Drafts of what comes after the outcomes."""
         if self._proposer is None:
             return NOTHING
         sampled = (request_id for request_id, outcome in outcomes.items() if isinstance(outcome, list))
-        return self._proposer.propose(self._table.contexts(sampled))
+        return self._proposer.propose(self._table.contexts(sampled), are_verified=are_verified)
 
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]; see Stage.forward."""

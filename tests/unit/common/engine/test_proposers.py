@@ -146,6 +146,21 @@ def test_one_that_is_late_with_many_requests_is_asked_for_fewer_in_turns() -> No
     assert {name for asked in proposer.asked[5:] for name in asked} == {str(number) for number in range(32)}
 
 
+def test_guesses_that_nobody_verifies_take_a_small_share_of_the_time() -> None:
+    clock = Clock()
+    proposer = Answering(None, lambda _: clock.spend(0.001))
+    guard = guarded(proposer, clock=clock)
+    for _ in range(1000):
+        guard.propose(REQUESTS, are_verified=False)
+        clock.spend(0.01)
+    assert 0.015 < 0.001 * len(proposer.asked) / clock.now <= 0.02
+    num_asked = len(proposer.asked)
+    for _ in range(10):
+        assert guard.propose(REQUESTS) != NOTHING
+        clock.spend(0.01)
+    assert len(proposer.asked) == num_asked + 10
+
+
 # -- ngram ------------------------------------------------------------------------------------------------------------
 
 
