@@ -1,4 +1,4 @@
-"""Baton for programs.
+"""The Python API of Baton.
 
 LLM              generates in this process, without a server; needs the extra `engine`
 SamplingParams   how tokens are chosen and when an answer ends

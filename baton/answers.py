@@ -1,4 +1,4 @@
-"""What clients return."""
+"""The results that clients return."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["Answer", "Choice", "FinishReason", "Logprobs", "Model", "Piece", "To
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts."""
+    """Token counts of an answer."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompt, served by a prefix cache
-    reasoning_tokens: int | None  # of the completion; None: reasoning is not told from the answer
-    accepted_prediction_tokens: int | None = None  # of the completion, drafts; None, as below: none were verified
-    rejected_prediction_tokens: int | None = None  # drafts that were wrong; no part of the completion
+    cached_tokens: int  # prompt tokens served by a prefix cache
+    reasoning_tokens: int | None  # part of completion_tokens; None if reasoning is not separated from the answer
+    accepted_prediction_tokens: int | None = None  # drafts among completion_tokens; None if no draft was verified
+    rejected_prediction_tokens: int | None = None  # wrong drafts, not among completion_tokens; None likewise
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that the model made. May be sent back among the `tool_calls` of a message."""
+    """A tool call made by the model. It can be sent back in the `tool_calls` of a message."""
 
-    id: str  # for `tool_call_id` of the message with its result
+    id: str  # goes into `tool_call_id` of the message with the result
     name: str
     arguments: str  # a JSON object
-    index: int  # among the calls of its answer
+    index: int  # position among the calls of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Choice:
     """One answer to a prompt."""
 
     index: int
-    text: str  # to chats without reasoning and tool calls
+    text: str  # in chats, without reasoning and tool calls
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[Logprobs]  # one per token if asked for, else empty
-    prompt_logprobs: list[Logprobs]  # if asked for, of each prompt token but the first
-    stop_reason: str | int | None  # the stop text, or the one of stop_token_ids, that ended it
-    reasoning: str  # of an answer to a chat; may be empty
-    tool_calls: list[ToolCall]  # of an answer to a chat; may be empty
+    prompt_logprobs: list[Logprobs]  # one per prompt token except the first if asked for, else empty
+    stop_reason: str | int | None  # the stop string or stop token id that ended the answer
+    reasoning: str  # chats only; may be empty
+    tool_calls: list[ToolCall]  # chats only; may be empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +56,30 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a choice has gained since its last piece."""
+    """The part of a choice that arrived since its previous piece."""
 
     request_id: str
-    index: int  # of the choice
+    index: int  # index of the choice
     text: str  # may be empty
     token_ids: list[int]  # may be empty
     logprobs: list[Logprobs]  # one per token if asked for, else empty
-    finish_reason: FinishReason | None  # set in the choice's last piece only
-    usage: Usage | None  # the choice's, in its last piece only
-    prompt_logprobs: list[Logprobs]  # if asked for, of each prompt token but the first; in the choice's first piece
-    stop_reason: str | int | None  # as of Choice; in its last piece only
+    finish_reason: FinishReason | None  # only in the last piece of a choice
+    usage: Usage | None  # only in the last piece of a choice
+    prompt_logprobs: list[Logprobs]  # see Choice; only in the first piece of a choice
+    stop_reason: str | int | None  # see Choice; only in the last piece of a choice
     reasoning: str  # may be empty
-    tool_calls: list[ToolCall]  # each comes whole; may be empty
+    tool_calls: list[ToolCall]  # complete calls only; may be empty
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served."""
+    """A served model."""
 
     name: str
-    max_model_len: int  # most tokens of prompt and answer; 0 while no pod is ready
+    max_model_len: int  # limit on prompt plus answer, in tokens; 0 while no pod is ready

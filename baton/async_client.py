@@ -1,4 +1,4 @@
-"""A client of routers for asyncio, over gRPC."""
+"""The gRPC client for asyncio."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class AsyncClient:
         async for piece in client.stream_chat([{"role": "user", "content": "Hello!"}]):
             print(piece.text, end="")
 
-    What a router cannot serve just now is tried again, at the next address if there are several; a stream that breaks
-    goes on where it broke. Methods raise a BatonError; see `baton.errors`.
+    Calls that a router cannot serve at the moment are retried, at the next address if there are several; a broken
+    stream resumes where it broke. Methods raise a BatonError; see `baton.errors`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AsyncClient:
     ) -> None:
         """`address`: host:port of a router's gRPC port, or those of several routers. `tls_ca`: PEM file of the
         authorities to trust, instead of gRPC's; it implies `tls`. `timeout_s` bounds a call, retries included;
-        `max_attempts` those in a row that bring nothing. Raises ConfigError."""
+        `max_attempts` limits consecutive attempts without progress. Raises ConfigError."""
         self._connection = Connection(address, api_key, tls, tls_ca, timeout_s, max_attempts)
         self._channels = {each: self._connection.open_async(each) for each in self._connection.addresses}
         self._stubs: dict[str, InferenceAsyncStub] = {
@@ -71,8 +71,8 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
     ) -> Answer:
-        """Completes a text, or token ids. `params` gives all sampling parameters; otherwise those named in `request`
-        apply, and the model's defaults."""
+        """Completes a text or token ids. `params` holds all sampling parameters; without it, those in `request` and
+        the model's defaults apply."""
         return await self._generate(text_request(prompt, params, **request), request)
 
     async def chat(
@@ -81,14 +81,14 @@ class AsyncClient:
         params: SamplingParams | None = None,
         **request: Unpack[ChatRequest],
     ) -> Answer:
-        """Answers a conversation, each turn of it such as {"role": "user", "content": "Hello!"}; otherwise like
-        `generate`. See `baton.requests.ChatTerms` for tools and variables of the chat template."""
+        """Answers a conversation of messages such as {"role": "user", "content": "Hello!"}; otherwise like `generate`.
+        See `baton.requests.ChatTerms` for tools and variables of the chat template."""
         return await self._generate(chat_request(messages, params, **request), request)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
     ) -> AsyncIterator[Piece]:
-        """As `generate`, piece by piece. To leave the iteration ends the generation."""
+        """Yields the answer of `generate` piece by piece. Leaving the iteration aborts the request."""
         return self._stream(text_request(prompt, params, **request), request)
 
     def stream_chat(
@@ -97,11 +97,11 @@ class AsyncClient:
         params: SamplingParams | None = None,
         **request: Unpack[ChatRequest],
     ) -> AsyncIterator[Piece]:
-        """As `chat`, piece by piece. To leave the iteration ends the generation."""
+        """Yields the answer of `chat` piece by piece. Leaving the iteration aborts the request."""
         return self._stream(chat_request(messages, params, **request), request)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a running request; its caller gets what there is. False: no such request runs at a router."""
+        """Aborts a running request, whose caller gets the answer so far. Returns False if no router runs it."""
         message = inference_pb2.AbortRequest(request_id=request_id)
         for address in self._connection.addresses:
             if (await self._call(lambda stub: stub.Abort, message, address)).found:
@@ -109,11 +109,11 @@ class AsyncClient:
         return False
 
     async def models(self) -> list[Model]:
-        """What is served."""
+        """Lists the served models."""
         return models_of(await self._call(lambda stub: stub.ListModels, inference_pb2.ListModelsRequest()))
 
     async def tokenize(self, prompt: str | Conversation, *, model: str = "") -> list[int]:
-        """Token ids of a text or a conversation."""
+        """Returns the token ids of a text or a conversation."""
         message = inference_pb2.TokenizeRequest(model=model)
         if isinstance(prompt, str):
             message.text = prompt
@@ -122,12 +122,12 @@ class AsyncClient:
         return list((await self._call(lambda stub: stub.Tokenize, message)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         message = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         return (await self._call(lambda stub: stub.Detokenize, message)).text
 
     async def explain(self, prompt: Prompt, **request: Unpack[Request]) -> dict[str, Any]:
-        """Where such a request would go, and why. Nothing is generated."""
+        """Explains where the router would send such a request, without sending it."""
         message = text_request(prompt, None, **request)
         return dict(json.loads((await self._call(lambda stub: stub.Explain, message)).json))
 
@@ -157,7 +157,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         metadata: Metadata | None = None,
     ) -> _Reply:
-        """A call with one reply, at `address` or any of the client's."""
+        """Makes a call with one reply, at `address` or any of the client's routers."""
         attempts = self._connection.attempts(timeout_s, address)
         sent = self._connection.metadata if metadata is None else metadata
         while True:

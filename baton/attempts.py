@@ -1,8 +1,7 @@
-"""What is tried again, and where. A policy without a network: both clients share it.
+"""The retry policy that both clients share.
 
-Tried again is what changes nothing if it is done twice, and may be different the next time: a router that cannot be
-reached, has no pod, or is overloaded. A stream goes on behind the last event that came, at any router. Everything
-else is raised at once.
+A call is retried when a repetition is harmless and may succeed: the router cannot be reached, has no pod, or is
+overloaded. A broken stream resumes after the last event received, at any router. Other errors are raised at once.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
 
 
 class Attempts:
-    """Of one call. Each goes to `address`."""
+    """The attempts of one call. Send each to `address`."""
 
     def __init__(
         self, addresses: Sequence[str], max_attempts: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`max_attempts` in a row without any progress; `timeout_s` bounds them all."""
+        """`max_attempts` limits consecutive attempts without progress; `timeout_s` bounds the whole call."""
         self._addresses = addresses
         self._max_attempts = max_attempts
         self._clock = clock
@@ -33,24 +32,24 @@ class Attempts:
 
     @property
     def address(self) -> str:
-        """Of the router to ask now."""
+        """The address of the router for the current attempt."""
         return self._addresses[self._index % len(self._addresses)]
 
     @property
     def timeout_s(self) -> float:
-        """What is left. Raises DeadlineExceededError if nothing is."""
+        """Seconds left. Raises DeadlineExceededError when none are."""
         left = self._deadline - self._clock()
         if left <= 0:
             raise DeadlineExceededError("no answer within timeout_s")
         return left
 
     def progress(self) -> None:
-        """Something came."""
+        """Records that data arrived."""
         self._num_failures = 0
 
     def delay_after(self, error: BatonError) -> float:
-        """Seconds to wait before the next attempt. Raises `error` if there should be none; an UnreachableError then
-        names the address."""
+        """Returns the seconds to wait before the next attempt. Raises `error` if there is none; an UnreachableError
+        then names the address."""
         if isinstance(error, UnreachableError):
             error = UnreachableError(f"no answer from {self.address}: {error.message}")
         self._num_failures += 1
@@ -67,21 +66,21 @@ class Attempts:
 
 
 class StreamProgress:
-    """How far a stream has come."""
+    """The state of a stream that can be resumed."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
-        """`request` is kept, and changed to ask for what is missing."""
+        """Keeps `request` and updates it to ask for the missing events."""
         self.request = request
         request.resumable = True
         self._num_open = request.n or 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has ended."""
+        """True once every choice has ended."""
         return self._num_open == 0
 
     def take(self, chunk: inference_pb2.GenerateChunk) -> None:
-        """Notes what came."""
+        """Records a received event."""
         self.request.last_event_id = chunk.event_id
         if chunk.finish_reason:
             self._num_open -= 1

@@ -1,4 +1,4 @@
-"""A client of routers, over gRPC."""
+"""The gRPC client."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Client:
         for piece in client.stream_chat([{"role": "user", "content": "Hello!"}]):
             print(piece.text, end="")
 
-    What a router cannot serve just now is tried again, at the next address if there are several; a stream that breaks
-    goes on where it broke. Methods raise a BatonError; see `baton.errors`.
+    Calls that a router cannot serve at the moment are retried, at the next address if there are several; a broken
+    stream resumes where it broke. Methods raise a BatonError; see `baton.errors`.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Client:
     ) -> None:
         """`address`: host:port of a router's gRPC port, or those of several routers. `tls_ca`: PEM file of the
         authorities to trust, instead of gRPC's; it implies `tls`. `timeout_s` bounds a call, retries included;
-        `max_attempts` those in a row that bring nothing. Raises ConfigError."""
+        `max_attempts` limits consecutive attempts without progress. Raises ConfigError."""
         self._connection = Connection(address, api_key, tls, tls_ca, timeout_s, max_attempts)
         self._channels = {each: self._connection.open(each) for each in self._connection.addresses}
         self._stubs = {each: InferenceStub(channel) for each, channel in self._channels.items()}
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]) -> Answer:
-        """Completes a text, or token ids. `params` gives all sampling parameters; otherwise those named in `request`
-        apply, and the model's defaults."""
+        """Completes a text or token ids. `params` holds all sampling parameters; without it, those in `request` and
+        the model's defaults apply."""
         return self._generate(text_request(prompt, params, **request), request)
 
     def chat(
@@ -74,14 +74,14 @@ class Client:
         params: SamplingParams | None = None,
         **request: Unpack[ChatRequest],
     ) -> Answer:
-        """Answers a conversation, each turn of it such as {"role": "user", "content": "Hello!"}; otherwise like
-        `generate`. See `baton.requests.ChatTerms` for tools and variables of the chat template."""
+        """Answers a conversation of messages such as {"role": "user", "content": "Hello!"}; otherwise like `generate`.
+        See `baton.requests.ChatTerms` for tools and variables of the chat template."""
         return self._generate(chat_request(messages, params, **request), request)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
     ) -> Iterator[Piece]:
-        """As `generate`, piece by piece. To leave the iteration ends the generation."""
+        """Yields the answer of `generate` piece by piece. Leaving the iteration aborts the request."""
         return self._stream(text_request(prompt, params, **request), request)
 
     def stream_chat(
@@ -90,22 +90,22 @@ class Client:
         params: SamplingParams | None = None,
         **request: Unpack[ChatRequest],
     ) -> Iterator[Piece]:
-        """As `chat`, piece by piece. To leave the iteration ends the generation."""
+        """Yields the answer of `chat` piece by piece. Leaving the iteration aborts the request."""
         return self._stream(chat_request(messages, params, **request), request)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a running request; its caller gets what there is. False: no such request runs at a router."""
+        """Aborts a running request, whose caller gets the answer so far. Returns False if no router runs it."""
         message = inference_pb2.AbortRequest(request_id=request_id)
         return any(
             self._call(lambda stub: stub.Abort, message, address).found for address in self._connection.addresses
         )
 
     def models(self) -> list[Model]:
-        """What is served."""
+        """Lists the served models."""
         return models_of(self._call(lambda stub: stub.ListModels, inference_pb2.ListModelsRequest()))
 
     def tokenize(self, prompt: str | Conversation, *, model: str = "") -> list[int]:
-        """Token ids of a text or a conversation."""
+        """Returns the token ids of a text or a conversation."""
         message = inference_pb2.TokenizeRequest(model=model)
         if isinstance(prompt, str):
             message.text = prompt
@@ -114,12 +114,12 @@ class Client:
         return list(self._call(lambda stub: stub.Tokenize, message).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         message = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         return self._call(lambda stub: stub.Detokenize, message).text
 
     def explain(self, prompt: Prompt, **request: Unpack[Request]) -> dict[str, Any]:
-        """Where such a request would go, and why. Nothing is generated."""
+        """Explains where the router would send such a request, without sending it."""
         message = text_request(prompt, None, **request)
         return dict(json.loads(self._call(lambda stub: stub.Explain, message).json))
 
@@ -149,7 +149,7 @@ class Client:
         timeout_s: float | None = None,
         metadata: Metadata | None = None,
     ) -> _Reply:
-        """A call with one reply, at `address` or any of the client's."""
+        """Makes a call with one reply, at `address` or any of the client's routers."""
         attempts = self._connection.attempts(timeout_s, address)
         sent = self._connection.metadata if metadata is None else metadata
         while True:
@@ -178,6 +178,6 @@ class Client:
 
 
 def _wait(attempts: Attempts, error: grpc.RpcError) -> None:
-    """Until the next attempt. Raises the error as a BatonError if there is none."""
+    """Waits until the next attempt. Raises the error as a BatonError if there is none."""
     assert isinstance(error, grpc.Call)
     time.sleep(attempts.delay_after(from_rpc_error(error)))

@@ -1,4 +1,4 @@
-"""Where a client's calls go, and what is said with each of them."""
+"""Addresses, credentials and metadata of a client's calls."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class Connection:
         self._max_attempts = max_attempts
 
     def attempts(self, timeout_s: float | None = None, address: str | None = None) -> Attempts:
-        """For one call, at `address` or any."""
+        """Starts the attempts of one call, at `address` or at any router."""
         addresses = self.addresses if address is None else [address]
         return Attempts(addresses, self._max_attempts, self.timeout_s if timeout_s is None else timeout_s)
 
     def metadata_of(self, request: Request) -> Metadata:
-        """What goes with a request that generates."""
+        """Returns the metadata of a generation request."""
         session_id = request.get("session_id", "")
         return (*self.metadata, ("x-session-id", session_id)) if session_id else self.metadata
 
     def open(self, address: str) -> grpc.Channel:
-        """A channel, which connects with its first call."""
+        """Opens a channel, which connects on its first call."""
         if self.credentials is None:
             return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         return grpc.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)
 
     def open_async(self, address: str) -> grpc.aio.Channel:
-        """The same for asyncio."""
+        """Opens a channel for asyncio."""
         if self.credentials is None:
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(address, self.credentials, options=CHANNEL_OPTIONS)

@@ -1,4 +1,4 @@
-"""What the text of an answer must be.
+"""Constraints on the text of an answer.
 
 client.generate(prompt, structured_outputs=Constraint.json_schema(schema))
 """

@@ -1,4 +1,4 @@
-"""What clients raise. All are a BatonError, with `message` and `code`; `param` names the field at fault, if one is."""
+"""The errors that clients raise, all of them a BatonError with `message` and `code`. `param` names a bad field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests as messages of baton.v1, and answers out of them. No network here: both clients share it."""
+"""Conversion of requests to messages of baton.v1, and of messages to answers. Both clients share it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _OPTION_FIELDS = frozenset(inference_pb2.GenerateOptions.DESCRIPTOR.fields_by_na
 
 
 class Options(TypedDict, total=False):
-    """Sampling parameters to be given one by one; the others have the served model's defaults. docs/api.md describes
-    each."""
+    """Sampling parameters given one by one; omitted ones take the served model's defaults. See docs/api.md."""
 
     temperature: float
     top_p: float
@@ -43,7 +42,7 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
-    structured_outputs: Constraint  # of `baton.constraints`
+    structured_outputs: Constraint  # see `baton.constraints`
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
@@ -58,29 +57,29 @@ class Options(TypedDict, total=False):
 
 
 class Terms(TypedDict, total=False):
-    """What a request may have beside its prompt and sampling parameters."""
+    """Fields of a request other than its prompt and sampling parameters."""
 
-    stop: str | Sequence[str]  # texts that end an answer, and are not part of it
-    n: int  # answers to the prompt
+    stop: str | Sequence[str]  # strings that end an answer and are not part of it
+    n: int  # number of answers to the prompt
     use_beam_search: bool  # search for the n most likely answers; not for streams
-    length_penalty: float  # of beam search: scores are divided by length to this power
-    best_of: int  # answers that are generated, of which the n most likely are returned; not for streams
+    length_penalty: float  # beam search divides scores by length to this power
+    best_of: int  # number of generated answers, of which the n most likely are returned; not for streams
     model: str  # served name; by default the first model
-    request_id: str  # for `abort`; by default the router chooses one
+    request_id: str  # id for `abort`; by default the router chooses one
     cache_salt: str  # requests with different salts never share cached KV
-    priority: int  # lower runs first
+    priority: int  # requests with lower values run first
     session_id: str  # requests of one session prefer the pods that have its KV
-    timeout_s: float  # for the whole answer, retries included; by default the client's
+    timeout_s: float  # limit for the whole answer, retries included; defaults to the client's
 
 
 class Request(Options, Terms, total=False):
-    """What a request may have."""
+    """Fields of a completion request."""
 
 
 class ChatTerms(TypedDict, total=False):
-    """What a chat may have beside its messages. Tools are in OpenAI's form."""
+    """Fields of a chat request other than its messages. Tools have OpenAI's form."""
 
-    template_variables: Mapping[str, Any]  # of the chat template, such as {"enable_thinking": False}
+    template_variables: Mapping[str, Any]  # variables of the chat template, such as {"enable_thinking": False}
     tools: Sequence[Mapping[str, Any]]  # {"type": "function", "function": {"name": ..., "parameters": {...}}}
     tool_choice: (
         str | Mapping[str, Any]
@@ -91,13 +90,13 @@ class ChatTerms(TypedDict, total=False):
 
 
 class ChatRequest(Request, ChatTerms, total=False):
-    """What a chat may have."""
+    """Fields of a chat request."""
 
 
 def text_request(
     prompt: Prompt, params: SamplingParams | None, **request: Unpack[Request]
 ) -> inference_pb2.GenerateRequest:
-    """A request to complete `prompt`. Raises InvalidRequestError for what cannot be a message."""
+    """Builds the message that asks to complete `prompt`. Raises InvalidRequestError for invalid fields."""
     message = _request(params, request)
     try:
         if isinstance(prompt, str):
@@ -105,14 +104,14 @@ def text_request(
         else:
             message.tokens.token_ids.extend(prompt)
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"prompt must be a text or token ids: {error}", param="prompt") from error
+        raise InvalidRequestError(f"prompt must be a string or token ids: {error}", param="prompt") from error
     return message
 
 
 def chat_request(
     messages: Conversation, params: SamplingParams | None, **request: Unpack[ChatRequest]
 ) -> inference_pb2.GenerateRequest:
-    """A request to answer a conversation. Raises InvalidRequestError for what cannot be a message."""
+    """Builds the message that asks to answer a conversation. Raises InvalidRequestError for invalid fields."""
     others: Any = dict(request)
     terms: Any = {name: others.pop(name) for name in ChatTerms.__annotations__.keys() & others.keys()}
     message = _request(params, others)
@@ -121,7 +120,7 @@ def chat_request(
 
 
 def chat_prompt(messages: Conversation, **terms: Unpack[ChatTerms]) -> inference_pb2.ChatPrompt:
-    """A conversation. Raises InvalidRequestError."""
+    """Builds the message of a conversation. Raises InvalidRequestError for invalid fields."""
     chat = inference_pb2.ChatPrompt()
     for index, each in enumerate(messages):
         _add_message(chat, each, f"messages[{index}]")
@@ -138,7 +137,7 @@ def chat_prompt(messages: Conversation, **terms: Unpack[ChatTerms]) -> inference
 
 
 def timeout_of(request: Request, default_s: float) -> float:
-    """Seconds for the whole answer. Raises InvalidRequestError."""
+    """Returns the limit for the whole answer in seconds. Raises InvalidRequestError if it is not positive."""
     timeout_s = request.get("timeout_s", default_s)
     if not timeout_s > 0:
         raise InvalidRequestError(f"timeout_s must be positive, got {timeout_s}", param="timeout_s")
@@ -146,12 +145,12 @@ def timeout_of(request: Request, default_s: float) -> float:
 
 
 def answer_of(message: inference_pb2.GenerateResponse) -> Answer:
-    """A whole answer."""
+    """Converts a complete answer."""
     return Answer(message.request_id, [_choice(each) for each in message.choices], _usage(message.usage))
 
 
 def piece_of(message: inference_pb2.GenerateChunk) -> Piece:
-    """A piece of an answer."""
+    """Converts a piece of an answer."""
     finish_reason = finish_reason_from_pb(message.finish_reason)
     return Piece(
         message.request_id,
@@ -169,7 +168,7 @@ def piece_of(message: inference_pb2.GenerateChunk) -> Piece:
 
 
 def models_of(message: inference_pb2.ListModelsResponse) -> list[Model]:
-    """The served models."""
+    """Converts the list of served models."""
     return [Model(each.name, each.max_model_len) for each in message.models]
 
 
@@ -243,7 +242,7 @@ def _request(params: SamplingParams | None, request: Request) -> inference_pb2.G
     try:
         message.options.stop.extend([stop] if isinstance(stop, str) else stop)
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"stop must be a text or several: {error}", param="stop") from error
+        raise InvalidRequestError(f"stop must be a string or a list of strings: {error}", param="stop") from error
     return message
 
 
