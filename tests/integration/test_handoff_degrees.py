@@ -184,7 +184,13 @@ def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_produc
 )
 @pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
 @pytest.mark.parametrize(
-    ("of_producer", "of_consumer"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (1, 1)), ((2, 1), (1, 2))]
+    ("of_producer", "of_consumer"),
+    [
+        ((2, 1), (1, 1)),
+        ((1, 1), (2, 1)),
+        ((1, 2), (1, 1)),
+        pytest.param((2, 1), (1, 2), marks=pytest.mark.matrix),
+    ],
 )
 def test_tokens_of_models_are_those_of_transformers(
     connector: KVConnectorConfig, of_producer: tuple[int, int], of_consumer: tuple[int, int]
