@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from common.errors import BatonError, UnavailableError, UnknownPodError, quoted
+from router.fairness.tenant import Tenant
 from router.pods import Cluster, Pod
-from router.requests.terms import Tenant
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from common.types import FinishReason
 from router.administration import Administration
 from router.admission.admission import Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
-from router.admission.fair_queue import Ticket
 from router.admission.metrics import AdmissionMetrics
 from router.config import RouterConfig
 from router.dispatching.batch import Batch
@@ -25,6 +24,9 @@ from router.dispatching.generation import Generation
 from router.dispatching.kept import ResumableStreams
 from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
+from router.fairness.queue import Ticket
+from router.fairness.tenant import Tenant
+from router.fairness.turns import others_turn
 from router.metrics import RouterMetrics
 from router.peers import NoPeers, Peers
 from router.placing.planner import Plan
@@ -32,11 +34,9 @@ from router.pods import Cluster, ModelPods
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.preprocess import choice_id
 from router.requests.request import GenerationRequest
-from router.requests.terms import Tenant
 from router.served_model import ModelSource, ServedModel, SharedMetrics
 from router.timelines.book import TimelineBook
 from router.tracing.tracing import RequestTracing
-from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 from common.errors import BatonError, DeadlineExceededError, UnavailableError
 from router.admission.admission import Admission, Outlook
-from router.admission.fair_queue import Ticket
 from router.admission.metrics import QueueMetrics, priority_label
 from router.admission.room import Room
+from router.fairness.queue import Ticket
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Self
 
 from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnattainableError
-from router.admission.fair_queue import Ticket
 from router.admission.goodput import OVERDUE, Timing, kept_limits
 from router.admission.metrics import AdmissionMetrics
 from router.dispatching.generation import Generation
+from router.fairness.queue import Ticket
 from router.metrics import RouterMetrics
 from router.requests.request import GenerationRequest
 from router.timelines.book import TimelineBook

@@ -51,11 +51,11 @@ from router.dispatching.validity import (
     invalid_prompt_logprobs,
     invalid_tokens,
 )
+from router.fairness.turns import others_turn
 from router.placing.planner import Plan
 from router.pods import Pod
 from router.requests.request import GenerationRequest, SpeculationCounts
 from router.timelines.timeline import Timeline
-from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
 

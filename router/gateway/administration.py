@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import PermissionDeniedError
+from router.fairness.tenant import Tenant
 from router.gateway.answers import (
     Drained,
     LearnedTimes,
@@ -19,7 +20,6 @@ from router.gateway.answers import (
 )
 from router.gateway.exchange import TENANT
 from router.placing.policies import PodTable
-from router.requests.terms import Tenant
 from router.security.access import AccessControl
 from router.served_model import ServedModel
 from router.service import InferenceService

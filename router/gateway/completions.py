@@ -17,6 +17,8 @@ from common.tokenization import Tokenizer
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
+from router.fairness.tenant import Tenant
+from router.fairness.turns import others_turn
 from router.gateway.anthropic_answers import MessagesFormat
 from router.gateway.anthropic_bodies import parse_messages
 from router.gateway.beams import BeamOptions, search_beams, spelled
@@ -54,12 +56,11 @@ from router.gateway.stream_options import UsageReports
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.ids import RunningIds, check_request_id
 from router.requests.request import Draft, GenerationRequest, TextPrompt
-from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
+from router.requests.terms import QUEUED_HEADER, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.quotas import Account
 from router.served_model import ServedModel
 from router.service import InferenceService
-from router.turns import others_turn
 
 
 @dataclass(frozen=True, slots=True)

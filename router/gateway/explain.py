@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from router.fairness.turns import others_turn
 from router.placing.planner import Placement, Plan
 from router.placing.policies import Leg, Prediction
 from router.requests.request import GenerationRequest
 from router.service import InferenceService
-from router.turns import others_turn
 
 _WHY = {
     "lower_ttft": {

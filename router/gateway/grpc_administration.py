@@ -10,7 +10,7 @@ import grpc
 
 from common.pb import admin_pb2, admin_pb2_grpc
 from common.rpc.errors import rpc_errors
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
 from router.service import InferenceService

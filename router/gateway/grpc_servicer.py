@@ -18,6 +18,8 @@ from common.rpc.errors import rpc_errors
 from common.types import FinishReason
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
+from router.fairness.tenant import Tenant
+from router.fairness.turns import others_turn
 from router.gateway.access_log import AccessRecord
 from router.gateway.beams import Found, search_beams, spelled
 from router.gateway.choices import (
@@ -37,12 +39,11 @@ from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Tex
 from router.gateway.resume import Stream, begin, digest_of_bytes, parse_event_id
 from router.gateway.structured import STRUCTURED, errors_of_constraint
 from router.requests.request import Draft, GenerationRequest, SpeculationCounts
-from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
+from router.requests.terms import QUEUED_HEADER, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
 from router.security.grpc_messages import release_message
 from router.service import InferenceService
-from router.turns import others_turn
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _AT_ONCE = 256  # log probabilities of a prompt that are copied

@@ -15,6 +15,8 @@ from common.errors import InvalidRequestError
 from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
+from router.fairness.tenant import Tenant
+from router.fairness.turns import others_turn
 from router.gateway.markers import SPACES
 from router.gateway.reasoning import Place, ReasoningStyle, find_reasoning_style
 from router.gateway.splits import Split, Splitter
@@ -23,8 +25,6 @@ from router.gateway.tools.base import ToolCall, ToolParser, Tools
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import find_tool_parser
 from router.requests.request import ChatPrompt, Draft, GenerationRequest
-from router.requests.terms import Tenant
-from router.turns import others_turn
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ import msgspec
 from common.errors import InvalidRequestError, UnavailableError, quoted
 from common.types import FinishReason
 from router.dispatching.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
+from router.fairness.tenant import Tenant
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.completion_bodies import CompletionBody
 from router.requests.request import GenerationRequest, Resumption
-from router.requests.terms import Tenant
 
 HEADER = "last-event-id"
 RESUMABLE_HEADER = "x-baton-resumable"

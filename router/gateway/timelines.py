@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import InvalidRequestError, UnknownRequestError, quoted
+from router.fairness.tenant import Tenant
 from router.gateway.answers import (
     RequestEvent,
     RequestGaps,
@@ -24,7 +25,6 @@ from router.gateway.answers import (
 )
 from router.gateway.exchange import TENANT
 from router.metrics import GAPS_S
-from router.requests.terms import Tenant
 from router.security.access import AccessControl
 from router.service import InferenceService
 from router.timelines.timeline import Timeline

@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 from common.errors import BatonError, InvalidRequestError
 from common.types import FinishReason
 from router.dispatching.kept import KeptStream, KnownChoice, StreamKey
+from router.fairness.tenant import Tenant
 from router.gateway.answers import ClusterView, RequestSummary, RequestTimeline
 from router.gateway.cluster_view import view_of_cluster
 from router.gateway.timelines import summaries_of, timeline_of
 from router.requests.request import SpeculationCounts
-from router.requests.terms import Tenant
 from router.service import InferenceService
 from router.workers.link import Link
 from router.workers.messages import ALIVE, ASK_TIMEOUT_S, METRICS, OTHERS, TAKE_OVER, TAKE_OVER_TIMEOUT_S, Relayed

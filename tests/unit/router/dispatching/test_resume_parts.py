@@ -17,6 +17,7 @@ from router.dispatching.kept import KnownChoice, ResumableStreams, ResumedElsewh
 from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.dispatching.token_log import OutputDelta
+from router.fairness.tenant import Tenant
 from router.gateway.completion_bodies import parse_completion
 from router.gateway.resume import (
     EventId,
@@ -29,7 +30,6 @@ from router.gateway.resume import (
     resumption_of,
 )
 from router.requests.request import Resumption, SpeculationCounts
-from router.requests.terms import Tenant
 from router.testing import fake_logprobs
 
 DIGEST = bytes(range(12))

@@ -16,13 +16,14 @@ from common.types import ExtraKey, hash_prompt, root_hash
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
+from router.fairness.tenant import Tenant
 from router.gateway import completions
 from router.gateway import endpoint as endpoint_module
 from router.gateway.exchange import TENANT
 from router.pods import DecodeSession
 from router.requests.ids import RunningIds
 from router.requests.request import Draft, TokenPrompt
-from router.requests.terms import Tenant, Terms
+from router.requests.terms import Terms
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from common.errors import RequestCancelledError
+from router.fairness.tenant import Tenant
 from router.gateway.exchange import TENANT, Exchange
-from router.requests.terms import Tenant
 
 
 class Client:

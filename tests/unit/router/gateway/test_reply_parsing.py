@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
+from router.fairness.tenant import Tenant
 from router.gateway import harmony, reasoning, splits
 from router.gateway.reasoning import find_reasoning_style
 from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
@@ -20,7 +21,6 @@ from router.gateway.tools import qwen3_coder, registry
 from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
 from router.gateway.tools.json_array import JsonArrayParser
 from router.gateway.tools.registry import load_tool_parser
-from router.requests.terms import Tenant
 from tests.work import LineCounter
 
 TOOLS = {

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from weakref import WeakKeyDictionary
 
-from router.admission.fair_queue import FairQueue, Ticket
-from router.requests.terms import Tenant
+from router.fairness.queue import FairQueue, Ticket
+from router.fairness.tenant import Tenant
 
 _SMALL_BYTES = 2**16  # of a message; to read it several times takes less than half a millisecond
 

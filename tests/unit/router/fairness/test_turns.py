@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from router.requests.terms import Tenant
-from router.turns import others_turn, others_turn_if_large
+from router.fairness.tenant import Tenant
+from router.fairness.turns import others_turn, others_turn_if_large
 
 
 async def test_one_goes_on_in_each_round_of_the_loop() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from router.admission.fair_queue import FairQueue, Ticket
+from router.fairness.queue import FairQueue, Ticket
 
 _Result = TypeVar("_Result")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from router.admission.fair_queue import FairQueue, Ticket
-from router.requests.terms import Tenant
+from router.fairness.queue import FairQueue, Ticket
+from router.fairness.tenant import Tenant
 
 TENANTS = [Tenant("heavy", weight=3.0), Tenant("light", weight=1.0), Tenant("half", weight=0.5)]
 

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from router.admission.fair_queue import Ticket
-from router.requests.fair_threads import FairThreads
-from router.requests.terms import Tenant
+from router.fairness.queue import Ticket
+from router.fairness.tenant import Tenant
+from router.fairness.threads import FairThreads
 
 FEW, MANY = Tenant("few"), Tenant("many")
 

@@ -15,7 +15,7 @@ import heapq
 import itertools
 from dataclasses import dataclass
 
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
 
 
 @dataclass(eq=False, slots=True)
