@@ -20,6 +20,7 @@ from router.discovery.metrics import DiscoveryMetrics
 from router.dispatching.metrics import SurvivalMetrics
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
+from router.placing.index_metrics import IndexMetrics
 from router.pods.health_metrics import PodHealthMetrics
 from router.pods.relayed_figures import RelayedFigures
 from router.security.metrics import SecurityMetrics
@@ -130,7 +131,7 @@ def router_metrics() -> list[MetricRow]:
     """Those of a router, but for the process's own."""
     metrics = RouterMetrics()
     metrics.of("model")
-    metrics.watch_index(PrefixIndex(max_holdings=1))
+    metrics.registry.register(IndexMetrics(PrefixIndex(max_holdings=1)))
     metrics.registry.register(RelayedFigures(list))
     for add_to in (SurvivalMetrics, AdmissionMetrics, SecurityMetrics, DiscoveryMetrics, PodHealthMetrics):
         add_to(metrics.registry)

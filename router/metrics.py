@@ -16,8 +16,6 @@ from common.observability.build_info import BuildInfo
 from common.observability.local_histogram import LocalHistogram
 from common.observability.model_label import MODEL_LABEL, OfModel
 from common.observability.tracing.tracer import trace_span_counter
-from router.placing.index import PrefixIndex
-from router.placing.index_metrics import IndexMetrics
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -198,10 +196,6 @@ class RouterMetrics:
     def of(self, model_name: str) -> ModelMetrics:
         """What is counted of this model."""
         return ModelMetrics(self, model_name)
-
-    def watch_index(self, index: PrefixIndex) -> None:
-        """Show what `index` holds whenever metrics are read."""
-        self.registry.register(IndexMetrics(index))
 
 
 class ModelMetrics:

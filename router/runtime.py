@@ -68,12 +68,12 @@ class Router:
         self.cluster = Cluster(
             create_discovery(config.prefill, config.decode, self._registry, self.metrics.registry),
             self.metrics,
-            PrefixIndex(config.max_index_blocks),
+            PrefixIndex(config.routing.max_index_blocks),
             opener,
             config.pod_health,
             models=[source.names for source in sources],
             models_change=bool(config.models_file),
-            needs_prefill_pods=config.remote_prefill == "always",
+            needs_prefill_pods=config.routing.remote_prefill == "always",
         )
         self.service = InferenceService(config, sources, self.cluster, self.metrics, context.peers)
         self.security = Security(config.security, config.host, self.metrics.registry, context.usage)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from router.admission.admission import Admission
@@ -72,7 +74,8 @@ class ServedModel:
             sampling_defaults=source.sampling_defaults,
             max_prompt_tokens=config.limits.max_prompt_tokens,
         )
-        self.dispatcher = Dispatcher(pods, config, self.metrics, metrics.survival)
+        routing = config.routing if config.may_have_prefill_pods else replace(config.routing, remote_prefill="never")
+        self.dispatcher = Dispatcher(pods, routing, config.survival, self.metrics, metrics.survival)
         self.gate = Gate(
             Admission(config.admission),
             self.dispatcher,

@@ -31,10 +31,11 @@ from common.step_budget import prefill_work
 from router.admission.limits import PREDICTION_MARGIN
 from router.admission.room import NO_ROOM, Room, room_of
 from router.admission.steering import within_limits
-from router.config import RouterConfig
+from router.dispatching.config import SurvivalConfig
 from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.migrations import MigrationLine
 from router.metrics import ModelMetrics
+from router.placing.config import RoutingConfig
 from router.placing.estimates import Estimates
 from router.placing.planner import NO_PREFILL_POD, Placement, Plan, Planner, Query
 from router.placing.policies import Leg
@@ -66,10 +67,15 @@ class Dispatcher:
     """Chooses the pods of each dispatch among those of a model, claims them, and gives each request its transfer id."""
 
     def __init__(
-        self, pods: ModelPods, config: RouterConfig, metrics: ModelMetrics, survival_metrics: SurvivalMetrics
+        self,
+        pods: ModelPods,
+        routing: RoutingConfig,
+        survival: SurvivalConfig,
+        metrics: ModelMetrics,
+        survival_metrics: SurvivalMetrics,
     ) -> None:
         self.pods = pods
-        self.config = config
+        self.survival = survival
         self.metrics = metrics
         self.estimates = Estimates()
         self.survival_metrics = survival_metrics
@@ -78,10 +84,10 @@ class Dispatcher:
             pods.prefill_table,
             pods.decode_table,
             pods.index,
-            prefill_policy=config.prefill_policy,
-            decode_policy=config.decode_policy,
-            remote_prefill=config.remote_prefill if config.may_have_prefill_pods else "never",
-            min_remote_prefill_tokens=config.min_remote_prefill_tokens,
+            prefill_policy=routing.prefill_policy,
+            decode_policy=routing.decode_policy,
+            remote_prefill=routing.remote_prefill,
+            min_remote_prefill_tokens=routing.min_remote_prefill_tokens,
             seed=secrets.randbits(32),
         )
         self._remote_wait_s = 0.0

@@ -82,7 +82,7 @@ class Generation:
         self._fields = fields(request_id=request.request_id)  # of its log lines
         self.timeline = Timeline(request, dispatcher.model_name)
 
-        self._attempts = Attempts(dispatcher.config.survival.max_attempts)
+        self._attempts = Attempts(dispatcher.survival.max_attempts)
         self._backoff = Backoff()
         self._legs: Legs | None = None  # of the current attempt
         self._failed_prefill_pods: set[str] = set()  # addresses
@@ -591,7 +591,7 @@ class Generation:
 
     async def _turn(self, error: BatonError) -> None:
         """Wait for a decode pod, and for those who are before us. Raises UnavailableError if no pod comes."""
-        pods, pod_wait_s = self._dispatcher.pods, self._dispatcher.config.survival.pod_wait_s
+        pods, pod_wait_s = self._dispatcher.pods, self._dispatcher.survival.pod_wait_s
         while True:
             if not await pods.wait_until_ready(pod_wait_s):
                 raise UnavailableError(f"{error.message}; {pods.explain()}")

@@ -24,6 +24,7 @@ from common.rpc.channel import ChannelOpener, open_channel
 from router.discovery import Discovery, Endpoint, Endpoints, Role
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
+from router.placing.index_metrics import IndexMetrics
 from router.pods.config import HealthConfig
 from router.pods.health import Outcome, Reason
 from router.pods.health_metrics import PodHealthMetrics
@@ -57,7 +58,7 @@ class Cluster:
         there is one, pods need not name it, unless `models_change`: more may be added. `needs_prefill_pods`: decode
         pods may not compute prompts."""
         self.index = index
-        metrics.watch_index(index)
+        metrics.registry.register(IndexMetrics(index))
         self.prefill_pods: list[Pod] = []
         self.decode_pods: list[Pod] = []
         self.by_address: dict[str, Pod] = {}  # the one that is listed, if a leaving one has the same address

@@ -28,7 +28,6 @@ from common.types.validation import (
     validate_prompt,
     validate_token_ids,
 )
-from router.config import KVFailurePolicy
 from router.fairness.queue import Ticket
 from router.fairness.tenant import Tenant
 from router.fairness.threads import FairThreads
@@ -36,7 +35,15 @@ from router.metrics import ModelMetrics
 from router.pods import ModelFacts, ModelPods
 from router.requests.bounds import MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.requests.ids import check_request_id
-from router.requests.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from router.requests.request import (
+    ChatPrompt,
+    Draft,
+    GenerationRequest,
+    KVFailurePolicy,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 
 _PRIORITIES = range(-(2**31), 2**31)
 _THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone

@@ -322,7 +322,7 @@ def test_options_of_processes_reach_those_that_have_them(tmp_path: Path) -> None
     planned = plan_cluster(command.config, 8000, 9000, tmp_path, command.config_file, command.passed)
     prefill, decode = (pod.command[5:] for pod in planned.pods)
     router = parse(RouterConfig, planned.router.command[5:], prog="", section="router")
-    assert (router.model, router.remote_prefill, router.admission.max_queued) == ("org/model", "prefer", 7)
+    assert (router.model, router.routing.remote_prefill, router.admission.max_queued) == ("org/model", "prefer", 7)
     assert (router.kv_failure_policy, router.discovery.registry_namespace) == ("fail", "mine")
     sent = parse(PrefillConfig, prefill, prog="", section="prefill")
     assert (sent.transfer_lease_s, sent.announcing.registry_namespace) == (8, "mine")
