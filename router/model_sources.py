@@ -14,7 +14,7 @@ from common.generation_config import read_sampling_defaults
 from common.setting_values import show
 from common.tokenization import Tokenizer
 from router.config import RouterConfig, is_model_name, names_by_location
-from router.gateway.reply import ReplyParsing
+from router.replies.reply import ReplyParsing
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.model_files import resolve_model
 from router.served_model import ModelSource

@@ -14,9 +14,9 @@ from router.admission.metrics import AdmissionMetrics, QueueMetrics
 from router.config import RouterConfig
 from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.metrics import SurvivalMetrics
-from router.gateway.reply import ReplyParsing
 from router.metrics import RouterMetrics, forget_model
 from router.pods import ModelPods
+from router.replies.reply import ReplyParsing
 from router.requests.preprocess import Preprocessor
 from router.requests.request import Draft, GenerationRequest
 

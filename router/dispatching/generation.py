@@ -54,14 +54,13 @@ from router.dispatching.validity import (
 from router.fairness.turns import others_turn
 from router.placing.planner import Plan
 from router.pods import Pod
-from router.requests.request import GenerationRequest, SpeculationCounts
+from router.requests.request import STRUCTURED, GenerationRequest, SpeculationCounts
 from router.timelines.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 256  # log probabilities of a prompt's tokens that are checked; takes a few milliseconds
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
-_CONSTRAINT_PARAM = "structured_outputs"  # in a pod's error: the request's constraint has no grammar
 _KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
 
@@ -349,7 +348,7 @@ class Generation:
         text = "%s: prefill pod %s failed: %s"
         logger.log(_level_of(error), text, self._transfer_id, leg.pod.address, error.message, extra=self._fields)
         self.timeline.event("prefill_failed", error.code.label, leg.pod.address)
-        if legs is self._legs and isinstance(error, InvalidRequestError) and error.param == _CONSTRAINT_PARAM:
+        if legs is self._legs and isinstance(error, InvalidRequestError) and error.param == STRUCTURED:
             self.fail(error)  # the decode pod would find the same, after as long a time
             return
         if legs is self._legs and not (error.code in _RETRIABLE and self._retry_prefill(legs, error.code.label)):

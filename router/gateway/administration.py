@@ -18,11 +18,11 @@ from router.gateway.answers import (
     StepTimesOfModels,
     Undrained,
 )
-from router.gateway.exchange import TENANT
 from router.placing.policies import PodTable
 from router.security.access import AccessControl
 from router.served_model import ServedModel
 from router.service import InferenceService
+from router.wire.exchange import TENANT
 
 RESET_PATH = "/reset_prefix_cache"  # vLLM's
 STEP_TIMES_PATH = "/admin/step_times"

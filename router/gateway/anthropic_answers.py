@@ -10,10 +10,10 @@ from msgspec import Raw
 
 from common.errors import BatonError
 from router.gateway.chunks import Answer
-from router.gateway.errors import anthropic_error_events
-from router.gateway.part_runs import Run, runs_of
-from router.gateway.reply import Call, Part, Reasoning, Text
 from router.gateway.typed_events import TypedEventsFormat, typed_event
+from router.replies.part_runs import Run, runs_of
+from router.replies.reply import Call, Part, Reasoning, Text
+from router.wire.errors import anthropic_error_events
 
 _STOP_REASONS: Mapping[str | None, str | None] = {
     None: None,

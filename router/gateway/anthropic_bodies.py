@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.bodies.tools import object_or_empty
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
 from router.gateway.field_names import MESSAGES_NAMES, FieldNames
@@ -16,7 +17,6 @@ from router.gateway.fields import REFUSED_BY_MESSAGES, RefusedFields, with_field
 from router.gateway.generation_body import ModelName
 from router.gateway.messages import ContentPart, Message, Name
 from router.gateway.stream_options import StreamOptions
-from router.gateway.tools.request import object_or_empty
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOOLS
 
 _DROPPED = "redacted_thinking"  # only the server that made it can read it

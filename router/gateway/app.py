@@ -18,12 +18,9 @@ from starlette.routing import Route
 
 from common import __version__
 from common.errors import BatonError
-from router.gateway.access_log import ACCESS, AccessRecord
 from router.gateway.administration import AdministrationEndpoints
 from router.gateway.cluster_view import CLUSTER_PATH, ClusterEndpoint
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
-from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
-from router.gateway.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send
 from router.gateway.openapi import describe
 from router.gateway.page import static_routes
 from router.gateway.timelines import REQUESTS_PATH, TimelineEndpoints
@@ -34,6 +31,9 @@ from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, PROBE_PATHS, ApiKeyGuard
 from router.served_model import ServedModel
 from router.service import InferenceService
+from router.wire.access_log import ACCESS, AccessRecord
+from router.wire.errors import MESSAGES_PATH, error_headers, error_json, route_error
+from router.wire.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError
+from router.gateway.bodies.tools import ToolChoice, read_tool_choice, read_tools
 from router.gateway.chat_prompts import (
     Documents,
     chat_prompt,
@@ -23,11 +24,9 @@ from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_BOTH, REFUSED_BY_CHATS, RefusedFields, with_fields
 from router.gateway.generation_body import GenerationBody, is_sent
 from router.gateway.messages import Message, Name
-from router.gateway.reply import ReplyOptions
-from router.gateway.structured import STRUCTURED
-from router.gateway.tools.request import ToolChoice, read_tool_choice, read_tools
+from router.replies.reply import ReplyOptions
 from router.requests.bounds import MAX_MESSAGES
-from router.requests.request import ChatPrompt, Draft, Prompt
+from router.requests.request import STRUCTURED, ChatPrompt, Draft, Prompt
 from router.requests.terms import Terms
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from common.tokenization import Tokenizer
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.gateway.encoded import EncodedList, encode_parts
-from router.gateway.errors import OPENAI_DONE, openai_error_events
-from router.gateway.one_line import encode_line
 from router.gateway.prompt_logprobs import finite
-from router.gateway.reply import Call, Part, Reasoning, Text
+from router.replies.reply import Call, Part, Reasoning, Text
 from router.requests.request import SpeculationCounts
+from router.wire.errors import OPENAI_DONE, openai_error_events
+from router.wire.one_line import encode_line
 
 # What ends a choice in a chunk.
 _FINISH: Mapping[FinishReason | None, bytes] = {

@@ -12,9 +12,8 @@ from common.errors import InvalidRequestError
 from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_BOTH, REFUSED_BY_COMPLETIONS, RefusedFields, with_fields
 from router.gateway.generation_body import GenerationBody
-from router.gateway.reply import ReplyOptions
-from router.gateway.structured import STRUCTURED
-from router.requests.request import Draft, Prompt, TextPrompt, TokenPrompt
+from router.replies.reply import ReplyOptions
+from router.requests.request import STRUCTURED, Draft, Prompt, TextPrompt, TokenPrompt
 from router.requests.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it

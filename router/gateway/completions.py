@@ -37,11 +37,9 @@ from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFo
 from router.gateway.completion_bodies import CompletionBody, parse_completion
 from router.gateway.encoded import EncodedList
 from router.gateway.endpoint import JsonEndpoint
-from router.gateway.exchange import Exchange
 from router.gateway.explain import explain
 from router.gateway.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
 from router.gateway.prompt_logprobs import by_token_id, echoed
-from router.gateway.reply import ReplyParser
 from router.gateway.responses_answers import ResponsesFormat
 from router.gateway.responses_bodies import parse_responses
 from router.gateway.resume import (
@@ -53,14 +51,16 @@ from router.gateway.resume import (
     read_resume_options,
 )
 from router.gateway.stream_options import UsageReports
-from router.gateway.structured import STRUCTURED, errors_of_constraint
+from router.gateway.structured import errors_of_constraint
+from router.replies.reply import ReplyParser
 from router.requests.ids import RunningIds, check_request_id
-from router.requests.request import Draft, GenerationRequest, TextPrompt
+from router.requests.request import STRUCTURED, Draft, GenerationRequest, TextPrompt
 from router.requests.terms import QUEUED_HEADER, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.quotas import Account
 from router.served_model import ServedModel
 from router.service import InferenceService
+from router.wire.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from msgspec import Raw
 from common.errors import InvalidRequestError, PayloadTooLargeError, json_problem, quoted
 from router.gateway.field_names import FieldNames
 from router.gateway.stream_options import StreamOptions
-from router.gateway.structured import FORMAT, STRUCTURED, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from router.gateway.structured import FORMAT, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from router.requests.bounds import MAX_FIELD_VALUES
+from router.requests.request import STRUCTURED
 
 _SEPARATORS = b",[{"  # each begins another JSON value
 _AT = re.compile(r" - at (`key` in )?`(key in )?\$\.?(?P<path>[^`]*)`$")

@@ -27,7 +27,6 @@ from router.gateway.messages import Name
 from router.gateway.stream_options import StreamOptions, UsageReports
 from router.gateway.structured import (
     FORMAT,
-    STRUCTURED,
     ResponseFormat,
     StructuredOutputs,
     constraint_of_format,
@@ -42,6 +41,7 @@ from router.requests.bounds import (
     MAX_STOP_CHARS,
     MAX_STOPS,
 )
+from router.requests.request import STRUCTURED
 from router.requests.terms import Terms
 
 _ALL_TOKENS = -1  # top_k, as vLLM has it; 0 is the same

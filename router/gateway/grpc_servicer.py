@@ -20,7 +20,6 @@ from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
-from router.gateway.access_log import AccessRecord
 from router.gateway.beams import Found, search_beams, spelled
 from router.gateway.choices import (
     best_of,
@@ -35,15 +34,16 @@ from router.gateway.choices import (
 from router.gateway.explain import explain
 from router.gateway.field_names import GRPC_NAMES
 from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
-from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.gateway.resume import Stream, begin, digest_of_bytes, parse_event_id
-from router.gateway.structured import STRUCTURED, errors_of_constraint
-from router.requests.request import Draft, GenerationRequest, SpeculationCounts
+from router.gateway.structured import errors_of_constraint
+from router.replies.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
+from router.requests.request import STRUCTURED, Draft, GenerationRequest, SpeculationCounts
 from router.requests.terms import QUEUED_HEADER, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
 from router.security.grpc_messages import release_message
 from router.service import InferenceService
+from router.wire.access_log import AccessRecord
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _AT_ONCE = 256  # log probabilities of a prompt that are copied

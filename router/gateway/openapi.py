@@ -14,7 +14,6 @@ from router.gateway.anthropic_bodies import CountBody, MessagesBody
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.cluster_view import CLUSTER_PATH
 from router.gateway.completion_bodies import CompletionBody
-from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 from router.gateway.responses_bodies import ResponsesBody
 from router.gateway.resume import RESUMABLE_HEADER
 from router.gateway.timelines import REQUESTS_PATH
@@ -22,6 +21,7 @@ from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, Tokeni
 from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
+from router.wire.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"

@@ -10,9 +10,9 @@ import msgspec
 
 from common.errors import BatonError
 from router.gateway.chunks import Answer
-from router.gateway.part_runs import Run, runs_of
-from router.gateway.reply import Call, Part, Reasoning, Text
 from router.gateway.typed_events import TypedEventsFormat, typed_event
+from router.replies.part_runs import Run, runs_of
+from router.replies.reply import Call, Part, Reasoning, Text
 
 _INCOMPLETE = {"length": "max_output_tokens"}
 

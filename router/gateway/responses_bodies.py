@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, json_problem, quoted
+from router.gateway.bodies.tools import object_or_empty
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.decoding import request_errors
 from router.gateway.field_names import RESPONSES_NAMES, FieldNames
@@ -16,7 +17,6 @@ from router.gateway.fields import REFUSED_BY_RESPONSES, RefusedFields, with_fiel
 from router.gateway.generation_body import Metadata, ModelName
 from router.gateway.messages import ContentPart, Message, Name, text_of
 from router.gateway.stream_options import StreamOptions
-from router.gateway.tools.request import object_or_empty
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_SESSION_CHARS, MAX_TOOLS
 
 _CHOICES = ("auto", "none", "required")

@@ -13,8 +13,9 @@ from common.errors import InvalidRequestError, quoted
 from common.types import Constraint
 from common.types.constraint import MAX_CHOICES, MAX_CONSTRAINT_BYTES, check_json_shape
 from router.requests.bounds import MAX_NAME_CHARS
+from router.requests.request import STRUCTURED
 
-FORMAT, STRUCTURED = "response_format", "structured_outputs"
+FORMAT = "response_format"
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]

@@ -23,11 +23,11 @@ from router.gateway.answers import (
     RequestSummary,
     RequestTimeline,
 )
-from router.gateway.exchange import TENANT
 from router.metrics import GAPS_S
 from router.security.access import AccessControl
 from router.service import InferenceService
 from router.timelines.timeline import Timeline
+from router.wire.exchange import TENANT
 
 REQUESTS_PATH = "/v1/requests"
 

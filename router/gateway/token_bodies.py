@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta, Raw, field
 
+from router.gateway.bodies.tools import read_tools
 from router.gateway.chat_bodies import has_messages
 from router.gateway.chat_prompts import (
     Documents,
@@ -19,7 +20,6 @@ from router.gateway.decoding import request_errors
 from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
 from router.gateway.generation_body import ModelName
 from router.gateway.messages import Message
-from router.gateway.tools.request import read_tools
 from router.requests.bounds import MAX_MESSAGES
 from router.requests.request import ChatPrompt, TextPrompt
 

@@ -8,7 +8,6 @@ from router.gateway.answers import CountedTokens, Detokenized, Tokenized
 from router.gateway.anthropic_bodies import parse_count
 from router.gateway.chat_bodies import ChatBody
 from router.gateway.endpoint import JsonEndpoint
-from router.gateway.exchange import Exchange
 from router.gateway.field_names import MESSAGES_NAMES
 from router.gateway.token_bodies import (
     DetokenizeBody,
@@ -21,6 +20,7 @@ from router.requests.request import ChatPrompt
 from router.requests.terms import read_terms
 from router.security.access import AccessControl
 from router.service import InferenceService
+from router.wire.exchange import Exchange
 
 
 class TokenizeEndpoint(JsonEndpoint[TokenizeTextBody | TokenizeChatBody]):

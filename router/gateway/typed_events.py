@@ -8,8 +8,8 @@ from typing import Any
 
 from router.dispatching.text_generation import TextDelta
 from router.gateway.chunks import AnswerFormat
-from router.gateway.one_line import encode_line
-from router.gateway.reply import Call, Part
+from router.replies.reply import Call, Part
+from router.wire.one_line import encode_line
 
 
 class TypedEventsFormat(AnswerFormat):

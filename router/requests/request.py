@@ -16,6 +16,7 @@ from common.types import ExtraKey, FinishReason, SamplingParams
 from router.requests.terms import Terms
 
 KVFailurePolicy = Literal["recompute", "fail"]
+STRUCTURED = "structured_outputs"  # field of SamplingParams; pods name it in errors of constraints
 
 _CHARS_PER_MESSAGE = 20  # that take as long to tokenise as a message takes to render
 

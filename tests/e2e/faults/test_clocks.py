@@ -25,7 +25,7 @@ ALLOWED = {
     "deploy/doctor_checks.py": "the clock itself is what is checked",
     "kv_store/inspection/redis_server.py": "when a block was last used, shown to a person",
     "kv_store/shared_storage.py": "age of files, by the file system's clock; at worst one is written again",
-    "router/gateway/access_log.py": "the time in a log line",
+    "router/wire/access_log.py": "the time in a log line",
     "router/gateway/app.py": "`created` in answers",
     "router/gateway/completions.py": "`created` in answers",
     "router/timelines/timeline.py": "when a request came, shown to a person",

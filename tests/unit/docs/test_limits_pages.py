@@ -16,8 +16,8 @@ from common.types.generation import MAX_LOGPROBS
 from common.types.parameters import parameters_of
 from router.config import RouterConfig
 from router.gateway import beams, fields
-from router.gateway.tools.base import MAX_NAME_CHARS
-from router.gateway.tools.json_scanner import MAX_DEPTH
+from router.replies.tools.base import MAX_NAME_CHARS
+from router.replies.tools.json_scanner import MAX_DEPTH
 from router.requests import bounds, ids
 from router.security import http_connection, message_size
 from tests.unit.common.engine.grammar.test_compiler import Compiling

@@ -19,12 +19,12 @@ from router.dispatching.generation import Generation
 from router.fairness.tenant import Tenant
 from router.gateway import completions
 from router.gateway import endpoint as endpoint_module
-from router.gateway.exchange import TENANT
 from router.pods import DecodeSession
 from router.requests.ids import RunningIds
 from router.requests.request import Draft, TokenPrompt
 from router.requests.terms import Terms
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
+from router.wire.exchange import TENANT
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words
 LONG_PROMPT = [600] * 1000

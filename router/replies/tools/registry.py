@@ -10,17 +10,17 @@ from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from common.errors import ConfigError
-from router.gateway.tools.base import ToolParser
+from router.replies.tools.base import ToolParser
 
 GROUP = "baton.tool_parsers"
 AUTO, NONE = "auto", "none"
 _PARSERS = {
-    "harmony": ("router.gateway.tools.harmony", "HarmonyParser"),
-    "hermes": ("router.gateway.tools.hermes", "HermesParser"),
-    "llama3_json": ("router.gateway.tools.llama3", "Llama3JsonParser"),
-    "mistral": ("router.gateway.tools.mistral", "MistralParser"),
-    "pythonic": ("router.gateway.tools.pythonic", "PythonicParser"),
-    "qwen3_coder": ("router.gateway.tools.qwen3_coder", "Qwen3CoderParser"),
+    "harmony": ("router.replies.tools.harmony", "HarmonyParser"),
+    "hermes": ("router.replies.tools.hermes", "HermesParser"),
+    "llama3_json": ("router.replies.tools.llama3", "Llama3JsonParser"),
+    "mistral": ("router.replies.tools.mistral", "MistralParser"),
+    "pythonic": ("router.replies.tools.pythonic", "PythonicParser"),
+    "qwen3_coder": ("router.replies.tools.qwen3_coder", "Qwen3CoderParser"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from router.gateway.reply import Call, Part, Reasoning, Text
+from router.replies.reply import Call, Part, Reasoning, Text
 
 Run = Text | Reasoning | Call
 """All text, or all reasoning, up to the next part of another kind; or one call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from router.gateway.tools.base import ReadingParser, ToolCall, read_call
+from router.replies.tools.base import ReadingParser, ToolCall, read_call
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"

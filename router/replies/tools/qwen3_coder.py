@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from router.gateway.tools.base import MAX_CALL_CHARS, MAX_NAME_CHARS, ReadingParser, ToolCall
+from router.replies.tools.base import MAX_CALL_CHARS, MAX_NAME_CHARS, ReadingParser, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"

@@ -21,10 +21,10 @@ from common.errors import (
 )
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
-from router.gateway.access_log import ACCESS, AccessRecord
-from router.gateway.errors import dialect_of, error_headers
 from router.requests.ids import REQUEST_ID_HEADER, check_request_id, new_request_id
 from router.timelines.timeline import Timeline
+from router.wire.access_log import ACCESS, AccessRecord
+from router.wire.errors import dialect_of, error_headers
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -18,7 +18,7 @@ from common.errors import (
     UnavailableError,
     shortened,
 )
-from router.gateway.one_line import encode_line
+from router.wire.one_line import encode_line
 
 MESSAGES_PATH = "/v1/messages"
 OPENAI_DONE = b"data: [DONE]\n\n"  # the last event of a stream

@@ -14,13 +14,13 @@ from common.errors import ConfigError
 from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.fairness.tenant import Tenant
-from router.gateway import harmony, reasoning, splits
-from router.gateway.reasoning import find_reasoning_style
-from router.gateway.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
-from router.gateway.tools import qwen3_coder, registry
-from router.gateway.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
-from router.gateway.tools.json_array import JsonArrayParser
-from router.gateway.tools.registry import load_tool_parser
+from router.replies import harmony, reasoning, splits
+from router.replies.reasoning import find_reasoning_style
+from router.replies.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
+from router.replies.tools import qwen3_coder, registry
+from router.replies.tools.base import MAX_CALL_CHARS, ToolCall, ToolParser
+from router.replies.tools.json_array import JsonArrayParser
+from router.replies.tools.registry import load_tool_parser
 from tests.work import LineCounter
 
 TOOLS = {
@@ -223,8 +223,8 @@ def test_every_name_has_a_parser_and_another_is_refused():
 
 
 def test_a_package_adds_a_parser(monkeypatch):
-    point = EntryPoint("mine", "router.gateway.tools.json_array:JsonArrayParser", registry.GROUP)
-    no_parser = EntryPoint("none_such", "router.gateway.tools.base:ToolCall", registry.GROUP)
+    point = EntryPoint("mine", "router.replies.tools.json_array:JsonArrayParser", registry.GROUP)
+    no_parser = EntryPoint("none_such", "router.replies.tools.base:ToolCall", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point, no_parser])
     assert load_tool_parser("mine") is JsonArrayParser
     with pytest.raises(ConfigError, match="not a subclass of ToolParser"):

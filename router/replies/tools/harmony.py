@@ -1,4 +1,4 @@
-"""Calls in OpenAI's Harmony format: messages with a recipient, all that `router.gateway.harmony` leaves of it:
+"""Calls in OpenAI's Harmony format: messages with a recipient, all that `router.replies.harmony` leaves of it:
 
 <|channel|>commentary to=functions.name<|message|>{...}<|call|>         the last marker may be absent
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from router.gateway.harmony import CALL, CHANNEL, MARKERS, MESSAGE, recipient_of
-from router.gateway.tools.base import MAX_NAME_CHARS, ReadingParser, ToolCall
+from router.replies.harmony import CALL, CHANNEL, MARKERS, MESSAGE, recipient_of
+from router.replies.tools.base import MAX_NAME_CHARS, ReadingParser, ToolCall
 
 _NAMESPACE = "functions."
 _MAX_HEADER = MAX_NAME_CHARS + 256

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import RequestCancelledError
 from router.fairness.tenant import Tenant
-from router.gateway.exchange import TENANT, Exchange
+from router.wire.exchange import TENANT, Exchange
 
 
 class Client:

@@ -10,8 +10,8 @@ from msgspec import Raw
 
 from common.errors import InvalidRequestError, quoted
 from router.gateway.decoding import check_field_values
-from router.gateway.tools.base import MAX_NAME_CHARS
-from router.gateway.tools.json_scanner import MAX_DEPTH
+from router.replies.tools.base import MAX_NAME_CHARS
+from router.replies.tools.json_scanner import MAX_DEPTH
 from router.requests.bounds import MAX_TOOLS, MAX_TOOLS_BYTES
 
 Tool = Mapping[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from router.gateway.tools.base import ReadingParser, ToolCall
+from router.replies.tools.base import ReadingParser, ToolCall
 
 _OPEN = "[TOOL_CALLS]"
 _ID = "[CALL_ID]"

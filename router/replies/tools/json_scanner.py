@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 
-from router.gateway.markers import SPACES
+from router.replies.markers import SPACES
 
 MAX_DEPTH = 64
 _MAX_SCALAR_CHARS = 400

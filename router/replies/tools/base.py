@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 from msgspec import Raw, field
 
-from router.gateway.markers import SPACES, overlap_of
-from router.gateway.tools.json_scanner import JsonScanner
+from router.replies.markers import SPACES, overlap_of
+from router.replies.tools.json_scanner import JsonScanner
 
 MAX_CALL_CHARS = 2**20
 MAX_NAME_CHARS = 256

@@ -15,8 +15,8 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-from router.gateway.markers import SPACES
-from router.gateway.splits import Split, UnsettledTokens
+from router.replies.markers import SPACES
+from router.replies.splits import Split, UnsettledTokens
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from router.gateway.tools.base import ReadingParser, read_call
+from router.replies.tools.base import ReadingParser, read_call
 
 _TAG = "<|python_tag|>"
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.errors import ConfigError
-from router.gateway import harmony
-from router.gateway.markers import SPACES, overlap_of
-from router.gateway.splits import Split, Splitter, UnsettledTokens
+from router.replies import harmony
+from router.replies.markers import SPACES, overlap_of
+from router.replies.splits import Split, Splitter, UnsettledTokens
 
 AUTO, NONE = "auto", "none"
 _MAX_SPACES = 64  # before the opening tag

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from router.gateway.tools.base import ReadingParser
+from router.replies.tools.base import ReadingParser
 
 
 class JsonArrayParser(ReadingParser):

@@ -15,7 +15,7 @@ from common.errors import InvalidRequestError
 from common.types import Constraint
 from common.types.constraint import MAX_CONSTRAINT_BYTES, check_json_shape
 from common.types.schemas import check_references
-from router.gateway.tools.request import Tool, ToolChoice, name_of
+from router.gateway.bodies.tools import Tool, ToolChoice, name_of
 
 _ROOT = "#/$defs/"
 

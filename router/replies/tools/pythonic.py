@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from router.gateway.tools.base import ReadingParser, ToolCall
+from router.replies.tools.base import ReadingParser, ToolCall
 
 _MAX_ARGUMENT_CHARS = 2**14  # about 10 ms of Python's parser
 _MAX_DEPTH = 64

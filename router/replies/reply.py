@@ -17,14 +17,13 @@ from common.types import FinishReason
 from router.dispatching.text_generation import TextDelta
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
-from router.gateway.markers import SPACES
-from router.gateway.reasoning import Place, ReasoningStyle, find_reasoning_style
-from router.gateway.splits import Split, Splitter
-from router.gateway.structured import STRUCTURED
-from router.gateway.tools.base import ToolCall, ToolParser, Tools
-from router.gateway.tools.json_array import JsonArrayParser
-from router.gateway.tools.registry import find_tool_parser
-from router.requests.request import ChatPrompt, Draft, GenerationRequest
+from router.replies.markers import SPACES
+from router.replies.reasoning import Place, ReasoningStyle, find_reasoning_style
+from router.replies.splits import Split, Splitter
+from router.replies.tools.base import ToolCall, ToolParser, Tools
+from router.replies.tools.json_array import JsonArrayParser
+from router.replies.tools.registry import find_tool_parser
+from router.requests.request import STRUCTURED, ChatPrompt, Draft, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
