@@ -20,8 +20,8 @@ from router.gateway.answers import (
 )
 from router.placing.policies import PodTable
 from router.security.access import AccessControl
-from router.served_model import ServedModel
-from router.service import InferenceService
+from router.serving.served_model import ServedModel
+from router.serving.service import InferenceService
 from router.wire.exchange import TENANT
 
 RESET_PATH = "/reset_prefix_cache"  # vLLM's

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from router.timelines.views import RequestSummary
+
 
 class _Answer(msgspec.Struct, forbid_unknown_fields=True):
     """Has these fields and no others."""
@@ -452,165 +454,9 @@ class Version(_Answer):
     grpc_port: int  # of the same host
 
 
-class ClusterModel(_Answer):
-    """A served model; `reason`: why no request for it can be served, empty if one can. `num_queued`: requests that wait
-    in the router."""
-
-    name: str
-    reason: str
-    num_queued: int
-
-
-class ClusterRank(_Answer):
-    """A rank of one of a pod's engines, and the time of its steps since its start: on a core (computing), without one
-    though it could go on (delayed), asleep until others had come as far (waiting)."""
-
-    engine: int
-    rank: int
-    pid: int
-    device: str
-    resident_bytes: int
-    num_steps: int
-    computing_s: float
-    delayed_s: float
-    waiting_s: float
-
-
-class ClusterLoad(_Answer):
-    """What a pod reported last. Tokens, bytes, preemptions, queries, hits and drafts count from the pod's start.
-    `num_draft_verifications`: steps of one request each, which gave a token more than drafts were accepted."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_for_remote_kv: int
-    num_queued_tokens: int
-    num_blocks: int
-    num_free_blocks: int
-    last_step_ms: float
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    kv_bytes_saved: int
-    kv_bytes_loaded: int
-    num_verified_drafts: int
-    num_accepted_drafts: int
-    num_draft_verifications: int
-    ranks: list[ClusterRank]
-
-
-class ClusterPod(_Answer):
-    """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `version`
-    and `load` are null while it is not connected; `pod_id` stays that of the last connection, null before the first.
-    `parallel_sizes` says how its model is cut over ranks, by setting: {"tensor_parallel_size": 2}; empty: it is not.
-    `load.ranks` has at most 64. `proposer` is the method of its setting `speculative`; null: it has none."""
-
-    address: str
-    role: Literal["prefill", "decode"]
-    pod_id: str | None
-    model: str | None
-    version: str | None
-    state: str
-    detail: str
-    num_requests: int
-    parallel_sizes: dict[str, int]
-    proposer: str | None
-    load: ClusterLoad | None
-
-
-class ClusterHandoffs(_Answer):
-    """Requests of which `prefill` computes or computed the prompt and `decode` the answer: those that run, and those
-    that ended in the last 10 s."""
-
-    prefill: str
-    decode: str
-    num_running: int
-    num_ended: int
-
-
-class ClusterView(_Answer):
-    """Answer of GET /v1/cluster. `at_s`: the router's clock, for rates between two answers. `handoffs` are those of
-    requests whose timelines are kept, of at most 64 pairs of pods."""
-
-    object: Literal["cluster"]
-    at_s: float
-    num_under_way: int
-    models: list[ClusterModel]
-    pods: list[ClusterPod]
-    handoffs: list[ClusterHandoffs]
-
-
-class RequestSummary(_Answer):
-    """A request of the last ones. `status`: queued, running, finished or failed; `error`: the code's label. Times are
-    milliseconds; `pods` are for operators. Drafts: docs/speculation.md."""
-
-    id: str
-    model: str
-    tenant: str
-    status: str
-    finish_reason: str | None
-    error: str | None
-    started_at: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    num_verified_drafts: int
-    num_accepted_drafts: int
-    ttft_ms: float | None
-    duration_ms: float
-    longest_gap_ms: float | None
-    prefill_pod: str | None
-    decode_pod: str | None
-    num_events: int
-
-
 class RequestList(_Answer):
     """Answer of GET /v1/requests; the newest first, of at most `max_kept`."""
 
     object: Literal["list"]
     max_kept: int
     data: list[RequestSummary]
-
-
-class RequestPhase(_Answer):
-    """A part of a request's time. `start_ms`: since its arrival; `attempt`: absent for phases of all attempts."""
-
-    name: str
-    where: Literal["router", "prefill", "decode"]
-    start_ms: float
-    duration_ms: float
-    pod: str | None
-    attempt: int | None
-    reason: str | None
-
-
-class RequestEvent(_Answer):
-    """Something that went otherwise than planned: prefill_failed, prefill_retry, recompute, redispatch."""
-
-    at_ms: float
-    event: str
-    reason: str
-    pod: str | None
-
-
-class RequestGaps(_Answer):
-    """Gaps between deliveries of tokens. `counts` has one more entry than `upper_ms`: those above all bounds. The
-    longest began `longest_at_ms` after arrival and ended with the output token of index `longest_before_token`."""
-
-    upper_ms: list[float]
-    counts: list[int]
-    longest_ms: float
-    longest_at_ms: float
-    longest_before_token: int
-
-
-class RequestTimeline(_Answer):
-    """Answer of GET /v1/requests/{id}. `num_left_out`: attempts and events beyond what is kept of one request."""
-
-    object: Literal["request"]
-    request: RequestSummary
-    phases: list[RequestPhase]
-    events: list[RequestEvent]
-    gaps: RequestGaps | None
-    num_left_out: int

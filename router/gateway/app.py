@@ -29,8 +29,8 @@ from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, PROBE_PATHS, ApiKeyGuard
-from router.served_model import ServedModel
-from router.service import InferenceService
+from router.serving.served_model import ServedModel
+from router.serving.service import InferenceService
 from router.wire.access_log import ACCESS, AccessRecord
 from router.wire.errors import MESSAGES_PATH, error_headers, error_json, route_error
 from router.wire.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send

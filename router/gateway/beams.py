@@ -23,7 +23,7 @@ from common.types.parameters import Range
 from router.dispatching.generation import Generation
 from router.requests.bounds import MAX_BEAMS
 from router.requests.request import GenerationRequest, Resumption
-from router.service import InferenceService
+from router.serving.service import InferenceService
 
 NOT_WITH_BEAMS = (
     "stream",

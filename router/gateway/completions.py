@@ -58,8 +58,8 @@ from router.requests.request import STRUCTURED, Draft, GenerationRequest, TextPr
 from router.requests.terms import QUEUED_HEADER, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.quotas import Account
-from router.served_model import ServedModel
-from router.service import InferenceService
+from router.serving.served_model import ServedModel
+from router.serving.service import InferenceService
 from router.wire.exchange import Exchange
 
 

@@ -13,7 +13,7 @@ from common.observability.logging import fields
 from router.fairness.turns import others_turn_if_large
 from router.gateway.decoding import check_encoding, check_fields_are_unique, check_num_values
 from router.security.access import AccessControl
-from router.service import InferenceService
+from router.serving.service import InferenceService
 from router.wire.exchange import Exchange, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)

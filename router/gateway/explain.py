@@ -11,7 +11,7 @@ from router.fairness.turns import others_turn
 from router.placing.planner import Placement, Plan
 from router.placing.policies import Leg, Prediction
 from router.requests.request import GenerationRequest
-from router.service import InferenceService
+from router.serving.service import InferenceService
 
 _WHY = {
     "lower_ttft": {

@@ -13,7 +13,7 @@ from common.rpc.errors import rpc_errors
 from router.fairness.tenant import Tenant
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
-from router.service import InferenceService
+from router.serving.service import InferenceService
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

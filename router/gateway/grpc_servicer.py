@@ -42,7 +42,7 @@ from router.requests.terms import QUEUED_HEADER, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.grpc_guard import tenant_of_call
 from router.security.grpc_messages import release_message
-from router.service import InferenceService
+from router.serving.service import InferenceService
 from router.wire.access_log import AccessRecord
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -21,6 +21,8 @@ from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, Tokeni
 from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
+from router.serving.cluster_view import ClusterView
+from router.timelines.views import RequestTimeline
 from router.wire.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 
 _JSON = "application/json"
@@ -57,9 +59,9 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.Undrained,
     answers.StepTimesOfModels,
     answers.PrefixCachesReset,
-    answers.ClusterView,
+    ClusterView,
     answers.RequestList,
-    answers.RequestTimeline,
+    RequestTimeline,
     answers.Liveness,
     answers.Version,
 )
@@ -172,7 +174,7 @@ def _paths() -> dict[str, Any]:
         f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
         f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
         STEP_TIMES_PATH: {"get": _operators("Learned step times of the pods.", answers.StepTimesOfModels)},
-        CLUSTER_PATH: {"get": _operators("Pods, their load, and handoffs between them.", answers.ClusterView)},
+        CLUSTER_PATH: {"get": _operators("Pods, their load, and handoffs between them.", ClusterView)},
         REQUESTS_PATH: {
             "get": {
                 **_page(
@@ -187,7 +189,7 @@ def _paths() -> dict[str, Any]:
             "get": {
                 **_page(
                     "Where the time of one request went.",
-                    _json(answers.RequestTimeline),
+                    _json(RequestTimeline),
                     (*unauthenticated, ErrorCode.NOT_FOUND),
                 ),
                 "parameters": [{**name, "name": "request_id"}, tenant],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from datetime import UTC, datetime
-from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -15,18 +12,10 @@ from starlette.routing import Route
 
 from common.errors import InvalidRequestError, UnknownRequestError, quoted
 from router.fairness.tenant import Tenant
-from router.gateway.answers import (
-    RequestEvent,
-    RequestGaps,
-    RequestList,
-    RequestPhase,
-    RequestSummary,
-    RequestTimeline,
-)
-from router.metrics import GAPS_S
+from router.gateway.answers import RequestList
 from router.security.access import AccessControl
-from router.service import InferenceService
-from router.timelines.timeline import Timeline
+from router.serving.service import InferenceService
+from router.timelines.views import summaries_of, timeline_of
 from router.wire.exchange import TENANT
 
 REQUESTS_PATH = "/v1/requests"
@@ -63,7 +52,7 @@ class TimelineEndpoints:
         limit = _limit(request.query_params.get("limit"))
         is_operator, tenant_name = self._seen_by(request)
         service = self._service
-        data = summaries_of(service, tenant_name, limit, shows_pods=is_operator)
+        data = summaries_of(service.timelines, tenant_name, limit, shows_pods=is_operator)
         if others := await service.peers.requests(tenant_name, limit, shows_pods=is_operator):
             data = sorted([*data, *others], key=attrgetter("started_at"), reverse=True)[:limit]
         return _json(RequestList(object="list", max_kept=service.config.max_timelines, data=data))
@@ -72,7 +61,7 @@ class TimelineEndpoints:
         """One of them. Raises UnknownRequestError."""
         request_id = request.path_params["request_id"]
         is_operator, tenant_name = self._seen_by(request)
-        timeline = timeline_of(self._service, request_id, tenant_name, shows_pods=is_operator)
+        timeline = timeline_of(self._service.timelines, request_id, tenant_name, shows_pods=is_operator)
         if timeline is None:
             timeline = await self._service.peers.request(request_id, tenant_name, shows_pods=is_operator)
         if timeline is None:
@@ -84,96 +73,6 @@ class TimelineEndpoints:
         if self._access.is_operator(tenant):
             return _Seen(is_operator=True, tenant_name=request.query_params.get("tenant"))
         return _Seen(is_operator=False, tenant_name=tenant.name)
-
-
-def summaries_of(
-    service: InferenceService, tenant_name: str | None, limit: int, *, shows_pods: bool
-) -> list[RequestSummary]:
-    """The newest requests of this process, at most `limit`. `tenant_name` as of TimelineBook."""
-    kept = service.timelines.newest_first()
-    seen = (each for each in kept if tenant_name in (None, each.tenant_name))
-    now = time.monotonic()
-    return [_summary(timeline, now, shows_pods=shows_pods) for timeline in islice(seen, limit)]
-
-
-def timeline_of(
-    service: InferenceService, request_id: str, tenant_name: str | None, *, shows_pods: bool
-) -> RequestTimeline | None:
-    """That of a request of this process. None: none is kept."""
-    timeline = service.timelines.find(request_id, tenant_name)
-    return None if timeline is None else _whole(timeline, shows_pods=shows_pods)
-
-
-def _summary(timeline: Timeline, now: float, *, shows_pods: bool) -> RequestSummary:
-    prefill, decode = timeline.pods if shows_pods else ("", "")
-    longest = timeline.longest_gap
-    return RequestSummary(
-        id=timeline.request_id,
-        model=timeline.model,
-        tenant=timeline.tenant_name,
-        status=timeline.status,
-        finish_reason=timeline.finish_reason or None,
-        error=timeline.error or None,
-        started_at=datetime.fromtimestamp(timeline.started_at, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
-        num_prompt_tokens=timeline.num_prompt_tokens,
-        num_cached_tokens=timeline.num_cached_tokens,
-        num_output_tokens=timeline.num_output_tokens,
-        num_verified_drafts=timeline.speculation.num_verified,
-        num_accepted_drafts=timeline.speculation.num_accepted,
-        ttft_ms=None if timeline.first_token_s is None else _ms(timeline.first_token_s),
-        duration_ms=_ms(timeline.duration_s(now)),
-        longest_gap_ms=None if longest is None else _ms(longest.seconds),
-        prefill_pod=prefill or None,
-        decode_pod=decode or None,
-        num_events=len(timeline.events),
-    )
-
-
-def _whole(timeline: Timeline, *, shows_pods: bool) -> RequestTimeline:
-    now = time.monotonic()
-    phases = [
-        RequestPhase(
-            name=phase.name,
-            where=phase.where,
-            start_ms=_ms(phase.start_s),
-            duration_ms=_ms(phase.duration_s),
-            pod=(phase.pod or None) if shows_pods else None,
-            attempt=phase.attempt or None,
-            reason=phase.reason or None,
-        )
-        for phase in timeline.phases(now)
-    ]
-    events = [
-        RequestEvent(
-            at_ms=_ms(event.at_s), event=event.name, reason=event.reason, pod=event.pod if shows_pods else None
-        )
-        for event in timeline.events
-    ]
-    return RequestTimeline(
-        object="request",
-        request=_summary(timeline, now, shows_pods=shows_pods),
-        phases=phases,
-        events=events,
-        gaps=_gaps(timeline),
-        num_left_out=timeline.num_left_out,
-    )
-
-
-def _gaps(timeline: Timeline) -> RequestGaps | None:
-    longest = timeline.longest_gap
-    if longest is None:
-        return None
-    return RequestGaps(
-        upper_ms=[1000 * bound for bound in GAPS_S],
-        counts=list(timeline.gaps),
-        longest_ms=_ms(longest.seconds),
-        longest_at_ms=_ms(longest.at_s),
-        longest_before_token=longest.before_token,
-    )
-
-
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 3)
 
 
 def _limit(text: str | None) -> int:

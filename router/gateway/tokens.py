@@ -19,7 +19,7 @@ from router.gateway.token_bodies import (
 from router.requests.request import ChatPrompt
 from router.requests.terms import read_terms
 from router.security.access import AccessControl
-from router.service import InferenceService
+from router.serving.service import InferenceService
 from router.wire.exchange import Exchange
 
 

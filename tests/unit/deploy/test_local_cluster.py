@@ -34,8 +34,8 @@ from deploy.model_download import MODEL_FILES
 from deploy.ports import check_free, pick_ports
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
-from router.requests.model_files import _FILES as ROUTER_FILES
 from router.security.key_source import ENVIRONMENT, load_keys
+from router.serving.model_files import _FILES as ROUTER_FILES
 
 
 def plan(config: ClusterConfig, config_file: Path | None = None) -> ClusterPlan:

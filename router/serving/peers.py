@@ -7,14 +7,13 @@ of them. A worker that does not answer in time is left out, as one that has just
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from router.dispatching.kept import KeptStream, StreamKey
-from router.gateway.answers import ClusterView, RequestSummary, RequestTimeline
-from router.security.usage import LocalUsage, Usage
+from router.serving.cluster_view import ClusterView
+from router.timelines.views import RequestSummary, RequestTimeline
 
 
 class Peers(Protocol):
@@ -73,17 +72,3 @@ class NoPeers:
     async def take_over(self, key: StreamKey, identity: bytes) -> KeptStream | None:
         """Nothing is known."""
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerContext:
-    """What a router shares with other workers of the same parent."""
-
-    peers: Peers
-    usage: Usage  # of tenants' quotas
-    shares_ports: bool  # other processes listen on the same ones, and get the connections until this one can serve
-
-
-def standalone() -> WorkerContext:
-    """Those of a router that is the only one of its process group."""
-    return WorkerContext(NoPeers(), LocalUsage(), shares_ports=False)

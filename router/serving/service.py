@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError, UnknownModelError, quoted
 from common.types import FinishReason
-from router.administration import Administration
 from router.admission.admission import Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
 from router.admission.metrics import AdmissionMetrics
@@ -28,13 +27,15 @@ from router.fairness.queue import Ticket
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
 from router.metrics import RouterMetrics
-from router.peers import NoPeers, Peers
 from router.placing.planner import Plan
 from router.pods import Cluster, ModelPods
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.preprocess import choice_id
 from router.requests.request import GenerationRequest
-from router.served_model import ModelSource, ServedModel, SharedMetrics
+from router.serving.administration import Administration
+from router.serving.cluster_view import ClusterView, view_of_cluster
+from router.serving.peers import NoPeers, Peers
+from router.serving.served_model import ModelSource, ServedModel, SharedMetrics
 from router.timelines.book import TimelineBook
 from router.tracing.tracing import RequestTracing
 
@@ -138,6 +139,10 @@ class InferenceService:
     def num_under_way(self) -> int:
         """Generations that run or wait for their turn."""
         return len(self._running)
+
+    def cluster_view(self) -> ClusterView:
+        """The cluster as this process sees it."""
+        return view_of_cluster(self.models, self.cluster.pods, self.timelines, self.num_under_way)
 
     @property
     def max_request_tokens(self) -> int:

@@ -16,8 +16,8 @@ from common.tokenization import Tokenizer
 from router.config import RouterConfig, is_model_name, names_by_location
 from router.replies.reply import ReplyParsing
 from router.requests.bounds import MAX_MODEL_CHARS
-from router.requests.model_files import resolve_model
-from router.served_model import ModelSource
+from router.serving.model_files import resolve_model
+from router.serving.served_model import ModelSource
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from functools import partial
 
 from common.errors import ConfigError
 from common.watched_files import WatchedFiles
-from router.background_read import read_in_background
-from router.model_sources import ModelSpec, read_model, read_models_file
-from router.served_model import ModelSource, ServedModel
-from router.service import InferenceService
+from router.serving.background_read import read_in_background
+from router.serving.model_sources import ModelSpec, read_model, read_models_file
+from router.serving.served_model import ModelSource, ServedModel
+from router.serving.service import InferenceService
 
 logger = logging.getLogger(__name__)
 

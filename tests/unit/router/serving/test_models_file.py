@@ -13,7 +13,7 @@ from common.demo_model import demo_model_path
 from common.errors import ConfigError
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
-from router.model_sources import read_models
+from router.serving.model_sources import read_models
 from router.testing import FakeDecodePod
 
 PATH = "/v1/chat/completions"
@@ -197,7 +197,7 @@ async def test_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the_shut
         may_end.wait(60)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("router.model_roster._READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("router.serving.model_roster._READ_TIMEOUT_S", 0.1)
     models_file.write(alpha=directories["alpha"], tiny="acme/tiny")
     cluster.router.reload()
     while cluster.metric("baton_router_model_failures_total") != 1:
