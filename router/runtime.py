@@ -25,8 +25,8 @@ from common.rpc.tls import cluster_tls
 from router.config import RouterConfig
 from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
-from router.gateway.grpc_administration import AdminServicer
-from router.gateway.grpc_servicer import InferenceServicer
+from router.gateway.grpc.administration import AdminServicer
+from router.gateway.grpc.servicer import InferenceServicer
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
 from router.pods import Cluster

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from common.errors import BatonError, ErrorCode, RequestCancelledError
 from common.observability.logging import fields
 from router.fairness.turns import others_turn_if_large
-from router.gateway.decoding import check_encoding, check_fields_are_unique, check_num_values
+from router.gateway.bodies.decoding import check_encoding, check_fields_are_unique, check_num_values
 from router.security.access import AccessControl
 from router.serving.service import InferenceService
 from router.wire.exchange import Exchange, Receive, Scope, Send

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-import msgspec
 from msgspec.structs import replace
 
 from common.pb import pods_pb2
@@ -16,6 +15,7 @@ from router.pods import Pod
 from router.serving.served_model import ServedModel
 from router.timelines.book import TimelineBook
 from router.timelines.timeline import Timeline
+from router.wire.answer_struct import AnswerStruct
 
 _RECENT_S = 10.0
 _MAX_PAIRS = 64  # of pods between which KV goes; those with most handoffs
@@ -24,11 +24,7 @@ _MAX_RANKS = 64  # of a pod
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-class _View(msgspec.Struct, forbid_unknown_fields=True):
-    """Has these fields and no others."""
-
-
-class ClusterModel(_View):
+class ClusterModel(AnswerStruct):
     """A served model; `reason`: why no request for it can be served, empty if one can. `num_queued`: requests that wait
     in the router."""
 
@@ -37,7 +33,7 @@ class ClusterModel(_View):
     num_queued: int
 
 
-class ClusterRank(_View):
+class ClusterRank(AnswerStruct):
     """A rank of one of a pod's engines, and the time of its steps since its start: on a core (computing), without one
     though it could go on (delayed), asleep until others had come as far (waiting)."""
 
@@ -52,7 +48,7 @@ class ClusterRank(_View):
     waiting_s: float
 
 
-class ClusterLoad(_View):
+class ClusterLoad(AnswerStruct):
     """What a pod reported last. Tokens, bytes, preemptions, queries, hits and drafts count from the pod's start.
     `num_draft_verifications`: steps of one request each, which gave a token more than drafts were accepted."""
 
@@ -76,7 +72,7 @@ class ClusterLoad(_View):
     ranks: list[ClusterRank]
 
 
-class ClusterPod(_View):
+class ClusterPod(AnswerStruct):
     """A pod as the router sees it; `detail` says why it is in this state. `num_requests`: of this router. `version`
     and `load` are null while it is not connected; `pod_id` stays that of the last connection, null before the first.
     `parallel_sizes` says how its model is cut over ranks, by setting: {"tensor_parallel_size": 2}; empty: it is not.
@@ -95,7 +91,7 @@ class ClusterPod(_View):
     load: ClusterLoad | None
 
 
-class ClusterHandoffs(_View):
+class ClusterHandoffs(AnswerStruct):
     """Requests of which `prefill` computes or computed the prompt and `decode` the answer: those that run, and those
     that ended in the last 10 s."""
 
@@ -105,7 +101,7 @@ class ClusterHandoffs(_View):
     num_ended: int
 
 
-class ClusterView(_View):
+class ClusterView(AnswerStruct):
     """Answer of GET /v1/cluster. `at_s`: the router's clock, for rates between two answers. `handoffs` are those of
     requests whose timelines are kept, of at most 64 pairs of pods."""
 

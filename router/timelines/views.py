@@ -14,11 +14,7 @@ from router.timelines.book import TimelineBook
 from router.timelines.timeline import Timeline
 
 
-class _View(msgspec.Struct, forbid_unknown_fields=True):
-    """Has these fields and no others."""
-
-
-class RequestSummary(_View):
+class RequestSummary(msgspec.Struct, forbid_unknown_fields=True):
     """A request of the last ones. `status`: queued, running, finished or failed; `error`: the code's label. Times are
     milliseconds; `pods` are for operators. Drafts: docs/speculation.md."""
 
@@ -42,7 +38,7 @@ class RequestSummary(_View):
     num_events: int
 
 
-class RequestPhase(_View):
+class RequestPhase(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a request's time. `start_ms`: since its arrival; `attempt`: absent for phases of all attempts."""
 
     name: str
@@ -54,7 +50,7 @@ class RequestPhase(_View):
     reason: str | None
 
 
-class RequestEvent(_View):
+class RequestEvent(msgspec.Struct, forbid_unknown_fields=True):
     """Something that went otherwise than planned: prefill_failed, prefill_retry, recompute, redispatch."""
 
     at_ms: float
@@ -63,7 +59,7 @@ class RequestEvent(_View):
     pod: str | None
 
 
-class RequestGaps(_View):
+class RequestGaps(msgspec.Struct, forbid_unknown_fields=True):
     """Gaps between deliveries of tokens. `counts` has one more entry than `upper_ms`: those above all bounds. The
     longest began `longest_at_ms` after arrival and ended with the output token of index `longest_before_token`."""
 
@@ -74,7 +70,7 @@ class RequestGaps(_View):
     longest_before_token: int
 
 
-class RequestTimeline(_View):
+class RequestTimeline(msgspec.Struct, forbid_unknown_fields=True):
     """Answer of GET /v1/requests/{id}. `num_left_out`: attempts and events beyond what is kept of one request."""
 
     object: Literal["request"]

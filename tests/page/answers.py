@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from playwright.async_api import Page, Route
 
-from router.gateway.answers import RequestList
+from router.gateway.operators.timelines import RequestList
 from router.serving.cluster_view import ClusterView
 from router.timelines.views import RequestTimeline
 

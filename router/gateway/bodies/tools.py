@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from common.errors import InvalidRequestError, quoted
-from router.gateway.decoding import check_field_values
+from router.gateway.bodies.decoding import check_field_values
 from router.replies.tools.base import MAX_NAME_CHARS
 from router.replies.tools.json_scanner import MAX_DEPTH
 from router.requests.bounds import MAX_TOOLS, MAX_TOOLS_BYTES

@@ -14,7 +14,7 @@ from common.errors import (
     UnknownRequestError,
     UnreachableError,
 )
-from router.gateway.answers import RequestList
+from router.gateway.operators.timelines import RequestList
 from router.serving.cluster_view import ClusterView
 from router.timelines.views import RequestTimeline
 from tests.page.answers import cluster, pod, summary

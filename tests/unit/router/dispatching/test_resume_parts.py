@@ -18,8 +18,7 @@ from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.dispatching.token_log import OutputDelta
 from router.fairness.tenant import Tenant
-from router.gateway.completion_bodies import parse_completion
-from router.gateway.resume import (
+from router.gateway.answering.resume import (
     EventId,
     Position,
     Stream,
@@ -29,6 +28,7 @@ from router.gateway.resume import (
     parse_event_id,
     resumption_of,
 )
+from router.gateway.openai.completion_bodies import parse_completion
 from router.requests.request import Resumption, SpeculationCounts
 from router.testing import fake_logprobs
 

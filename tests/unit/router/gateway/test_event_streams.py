@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import UnavailableError
 from router.dispatching.text_generation import TextDelta
-from router.gateway.chunks import ChatFormat, CompletionFormat
+from router.gateway.openai.chunks import ChatFormat, CompletionFormat
 from router.testing import FakeDecodePod
 from router.wire.errors import error_json
 

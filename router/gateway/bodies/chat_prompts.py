@@ -10,10 +10,10 @@ from msgspec import Meta, Raw
 
 from common.errors import InvalidRequestError
 from common.types import Constraint
+from router.gateway.bodies.decoding import check_field_values, request_errors
 from router.gateway.bodies.forced_calls import forced_calls
+from router.gateway.bodies.messages import Message
 from router.gateway.bodies.tools import Tool, ToolChoice, name_of
-from router.gateway.decoding import check_field_values, request_errors
-from router.gateway.messages import Message
 from router.replies.reply import ReplyOptions
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_BYTES
 from router.requests.request import ChatPrompt

@@ -20,8 +20,8 @@ from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
-from router.gateway.beams import Found, search_beams, spelled
-from router.gateway.choices import (
+from router.gateway.answering.beams import Found, search_beams, spelled
+from router.gateway.answering.choices import (
     best_of,
     candidates_of,
     check_num_logprobs,
@@ -31,11 +31,11 @@ from router.gateway.choices import (
     num_choices,
     together,
 )
-from router.gateway.explain import explain
-from router.gateway.field_names import GRPC_NAMES
-from router.gateway.grpc_drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
-from router.gateway.resume import Stream, begin, digest_of_bytes, parse_event_id
-from router.gateway.structured import errors_of_constraint
+from router.gateway.answering.explain import explain
+from router.gateway.answering.resume import Stream, begin, digest_of_bytes, parse_event_id
+from router.gateway.bodies.field_names import GRPC_NAMES
+from router.gateway.bodies.structured import errors_of_constraint
+from router.gateway.grpc.drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
 from router.replies.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.requests.request import STRUCTURED, Draft, GenerationRequest, SpeculationCounts
 from router.requests.terms import QUEUED_HEADER, Terms, read_terms

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequestError
-from router.gateway.decoding import request_errors
-from router.gateway.fields import REFUSED_BY_BOTH, REFUSED_BY_COMPLETIONS, RefusedFields, with_fields
-from router.gateway.generation_body import GenerationBody
+from router.gateway.bodies.decoding import request_errors
+from router.gateway.bodies.fields import REFUSED_BY_BOTH, REFUSED_BY_COMPLETIONS, RefusedFields, with_fields
+from router.gateway.bodies.generation_body import GenerationBody
 from router.replies.reply import ReplyOptions
 from router.requests.request import STRUCTURED, Draft, Prompt, TextPrompt, TokenPrompt
 from router.requests.terms import Terms

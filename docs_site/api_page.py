@@ -11,10 +11,8 @@ import msgspec.inspect as mi
 
 from common.types import SamplingParams
 from common.types.parameters import ARGUMENTS, BIASES, TEXTS, TOKEN_IDS, ParameterField, parameters_of
-from router.gateway.anthropic_bodies import MessagesBody
-from router.gateway.chat_bodies import ChatBody
-from router.gateway.completion_bodies import CompletionBody
-from router.gateway.fields import (
+from router.gateway.anthropic.bodies import MessagesBody
+from router.gateway.bodies.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
     IGNORED_BY_MESSAGES,
@@ -28,13 +26,15 @@ from router.gateway.fields import (
     Ignored,
     Refused,
 )
-from router.gateway.messages import Message
+from router.gateway.bodies.messages import Message
+from router.gateway.bodies.stream_options import StreamOptions
+from router.gateway.openai.chat_bodies import ChatBody
+from router.gateway.openai.completion_bodies import CompletionBody
+from router.gateway.openai.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from router.gateway.openapi import header_parameters
-from router.gateway.responses_bodies import ResponsesBody
-from router.gateway.stream_options import StreamOptions
-from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from router.gateway.responses.bodies import ResponsesBody
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
 _INTRODUCTION = """\
 # The API

@@ -4,17 +4,55 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from common.errors import BatonError
-from router.gateway.chunks import Answer
-from router.gateway.typed_events import TypedEventsFormat, typed_event
+from router.gateway.answering.answer_format import Answer
+from router.gateway.answering.typed_events import TypedEventsFormat, typed_event
 from router.replies.part_runs import Run, runs_of
 from router.replies.reply import Call, Part, Reasoning, Text
+from router.wire.answer_struct import AnswerStruct
 
 _INCOMPLETE = {"length": "max_output_tokens"}
+
+
+class CachedTokens(AnswerStruct):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(AnswerStruct):
+    """What the answer's tokens are."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(AnswerStruct):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Response(msgspec.Struct):
+    """Answer of POST /v1/responses, unless it is streamed; it also repeats fields of the request. Items are `message`,
+    `reasoning` or `function_call`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "in_progress"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
 
 
 class ResponsesFormat(TypedEventsFormat):

@@ -12,7 +12,7 @@ from common.pb import common_pb2
 from common.tokenization import OutputProcessor, Tokenizer
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
-from router.gateway.encoded import EncodedList
+from router.gateway.answering.encoded import EncodedList
 
 NO_LOGPROB = -9999.0  # JSON has no minus infinity; the number that OpenAI uses
 _AT_ONCE = 64  # tokens; those of 20 alternatives each take some 10 ms

@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError
-from router.gateway.bodies.tools import ToolChoice, read_tool_choice, read_tools
-from router.gateway.chat_prompts import (
+from router.gateway.bodies.chat_prompts import (
     Documents,
     chat_prompt,
     check_continuation,
@@ -19,11 +18,12 @@ from router.gateway.chat_prompts import (
     decode_variables,
     reply_options_of,
 )
-from router.gateway.completion_bodies import CompletionBody, parse_completion
-from router.gateway.decoding import request_errors
-from router.gateway.fields import REFUSED_BY_BOTH, REFUSED_BY_CHATS, RefusedFields, with_fields
-from router.gateway.generation_body import GenerationBody, is_sent
-from router.gateway.messages import Message, Name
+from router.gateway.bodies.decoding import request_errors
+from router.gateway.bodies.fields import REFUSED_BY_BOTH, REFUSED_BY_CHATS, RefusedFields, with_fields
+from router.gateway.bodies.generation_body import GenerationBody, is_sent
+from router.gateway.bodies.messages import Message, Name
+from router.gateway.bodies.tools import ToolChoice, read_tool_choice, read_tools
+from router.gateway.openai.completion_bodies import CompletionBody, parse_completion
 from router.replies.reply import ReplyOptions
 from router.requests.bounds import MAX_MESSAGES
 from router.requests.request import STRUCTURED, ChatPrompt, Draft, Prompt

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta, Raw, field
 
-from router.gateway.bodies.tools import read_tools
-from router.gateway.chat_bodies import has_messages
-from router.gateway.chat_prompts import (
+from router.gateway.bodies.chat_prompts import (
     Documents,
     chat_prompt,
     check_continuation,
     decode_documents,
     decode_variables,
 )
-from router.gateway.decoding import request_errors
-from router.gateway.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
-from router.gateway.generation_body import ModelName
-from router.gateway.messages import Message
+from router.gateway.bodies.decoding import request_errors
+from router.gateway.bodies.fields import REFUSED_BY_TOKENIZED_CHATS, RefusedFields, with_fields
+from router.gateway.bodies.generation_body import ModelName
+from router.gateway.bodies.messages import Message
+from router.gateway.bodies.tools import read_tools
+from router.gateway.openai.chat_bodies import has_messages
 from router.requests.bounds import MAX_MESSAGES
 from router.requests.request import ChatPrompt, TextPrompt
 

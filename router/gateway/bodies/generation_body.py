@@ -1,7 +1,7 @@
 """What the bodies of completions and of chats have in common: OpenAI's fields, and those of vLLM and SGLang.
 
 A field that Baton cannot honour is refused by name rather than ignored, unless its value asks for nothing, see
-`router.gateway.fields`.
+`router.gateway.bodies.fields`.
 
 Every field is bounded, see `router.requests.bounds`. Parsing holds the event loop, so how many JSON values a body may
 have is checked before; fields of any type are kept as they were sent.
@@ -20,12 +20,18 @@ from msgspec import Meta, Raw, field
 from common.errors import InvalidRequestError
 from common.types import Constraint, SamplingParams
 from common.types.parameters import TEXTS, TOKEN_IDS, ParameterField, parameters_of
-from router.gateway.beams import NOT_WITH_BEAMS, BeamOptions, beam_options, check_no_rivals, not_with_beams
-from router.gateway.decoding import request_errors
-from router.gateway.fields import REFUSED_BY_BOTH, RefusedFields, with_fields
-from router.gateway.messages import Name
-from router.gateway.stream_options import StreamOptions, UsageReports
-from router.gateway.structured import (
+from router.gateway.bodies.beam_options import (
+    NOT_WITH_BEAMS,
+    BeamOptions,
+    beam_options,
+    check_no_rivals,
+    not_with_beams,
+)
+from router.gateway.bodies.decoding import request_errors
+from router.gateway.bodies.fields import REFUSED_BY_BOTH, RefusedFields, with_fields
+from router.gateway.bodies.messages import Name
+from router.gateway.bodies.stream_options import StreamOptions, UsageReports
+from router.gateway.bodies.structured import (
     FORMAT,
     ResponseFormat,
     StructuredOutputs,

@@ -17,11 +17,11 @@ from common.rpc.convert import parameters_from_pb
 from common.types import SamplingParams
 from common.types.parameters import parameters_of
 from common.types.validation import check_num_entries
-from router.gateway.beams import BeamOptions, beam_options, check_no_rivals
+from router.gateway.bodies.beam_options import BeamOptions, beam_options, check_no_rivals
+from router.gateway.bodies.chat_prompts import chat_prompt, constraint_of_calls, decode_variables, reply_options_of
+from router.gateway.bodies.decoding import request_errors
+from router.gateway.bodies.messages import Message
 from router.gateway.bodies.tools import Tool, ToolChoice, read_tool_choice, read_tools
-from router.gateway.chat_prompts import chat_prompt, constraint_of_calls, decode_variables, reply_options_of
-from router.gateway.decoding import request_errors
-from router.gateway.messages import Message
 from router.replies.reply import ReplyOptions
 from router.requests.bounds import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
 from router.requests.request import STRUCTURED, ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import Raw
 
 from common.errors import InvalidRequestError, PayloadTooLargeError, json_problem, quoted
-from router.gateway.field_names import FieldNames
-from router.gateway.stream_options import StreamOptions
-from router.gateway.structured import FORMAT, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from router.gateway.bodies.field_names import FieldNames
+from router.gateway.bodies.stream_options import StreamOptions
+from router.gateway.bodies.structured import FORMAT, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from router.requests.bounds import MAX_FIELD_VALUES
 from router.requests.request import STRUCTURED
 

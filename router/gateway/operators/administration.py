@@ -10,23 +10,69 @@ from starlette.routing import Route
 
 from common.errors import PermissionDeniedError
 from router.fairness.tenant import Tenant
-from router.gateway.answers import (
-    Drained,
-    LearnedTimes,
-    ModelStepTimes,
-    PrefixCachesReset,
-    StepTimesOfModels,
-    Undrained,
-)
 from router.placing.policies import PodTable
 from router.security.access import AccessControl
 from router.serving.served_model import ServedModel
 from router.serving.service import InferenceService
+from router.wire.answer_struct import AnswerStruct
 from router.wire.exchange import TENANT
 
 RESET_PATH = "/reset_prefix_cache"  # vLLM's
 STEP_TIMES_PATH = "/admin/step_times"
 POD_PATH = "/admin/pods/{address}"
+
+
+class Drained(AnswerStruct):
+    """Answer to draining a pod: requests and transfers of all routers that still run on it."""
+
+    address: str
+    num_unfinished: int
+
+
+class Undrained(AnswerStruct):
+    """Answer to taking a drained pod back."""
+
+    address: str
+
+
+class LearnedTimes(AnswerStruct):
+    """The steps of a role's pods, by a line that the router has fitted to what they report; the least of their limits.
+
+    `is_known`: enough steps were seen. Before that the line is a guess."""
+
+    num_pods: int
+    is_known: bool
+    base_s: float  # seconds of any step
+    token_s: float  # for each token that it computes
+    context_s: float  # for each token of the requests there
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class ModelStepTimes(AnswerStruct):
+    """A served model; `null` for a role without ready pods. Handoffs take `handoff_s`, and `handoff_token_s` for each
+    token whose KV is moved."""
+
+    name: str
+    block_size: int
+    max_model_len: int
+    handoff_s: float
+    handoff_token_s: float
+    prefill: LearnedTimes | None
+    decode: LearnedTimes | None
+
+
+class StepTimesOfModels(AnswerStruct):
+    """Answer of GET /admin/step_times."""
+
+    models: list[ModelStepTimes]
+
+
+class PrefixCachesReset(AnswerStruct):
+    """Answer of POST /reset_prefix_cache."""
+
+    pods: list[str]
 
 
 class AdministrationEndpoints:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
 
 from common.errors import BatonError
-from router.gateway.chunks import Answer
-from router.gateway.typed_events import TypedEventsFormat, typed_event
+from router.gateway.answering.answer_format import Answer
+from router.gateway.answering.typed_events import TypedEventsFormat, typed_event
 from router.replies.part_runs import Run, runs_of
 from router.replies.reply import Call, Part, Reasoning, Text
+from router.wire.answer_struct import AnswerStruct
 from router.wire.errors import anthropic_error_events
 
 _STOP_REASONS: Mapping[str | None, str | None] = {
@@ -22,6 +23,28 @@ _STOP_REASONS: Mapping[str | None, str | None] = {
     "tool_calls": "tool_use",
     "abort": "end_turn",
 }
+
+
+class AnthropicUsage(AnswerStruct):
+    """Token counts; tokens from the cache are not among those of the input."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(AnswerStruct):
+    """Answer of POST /v1/messages, unless it is streamed. Blocks are `text`, `thinking` or `tool_use`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
 
 
 class MessagesFormat(TypedEventsFormat):

@@ -9,14 +9,14 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
+from router.gateway.bodies.decoding import request_errors
+from router.gateway.bodies.field_names import MESSAGES_NAMES, FieldNames
+from router.gateway.bodies.fields import REFUSED_BY_MESSAGES, RefusedFields, with_fields
+from router.gateway.bodies.generation_body import ModelName
+from router.gateway.bodies.messages import ContentPart, Message, Name
+from router.gateway.bodies.stream_options import StreamOptions
 from router.gateway.bodies.tools import object_or_empty
-from router.gateway.chat_bodies import ChatBody
-from router.gateway.decoding import request_errors
-from router.gateway.field_names import MESSAGES_NAMES, FieldNames
-from router.gateway.fields import REFUSED_BY_MESSAGES, RefusedFields, with_fields
-from router.gateway.generation_body import ModelName
-from router.gateway.messages import ContentPart, Message, Name
-from router.gateway.stream_options import StreamOptions
+from router.gateway.openai.chat_bodies import ChatBody
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOOLS
 
 _DROPPED = "redacted_thinking"  # only the server that made it can read it

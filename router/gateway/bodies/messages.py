@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from common.errors import InvalidRequestError, quoted
-from router.gateway.decoding import check_field_values
+from router.gateway.bodies.decoding import check_field_values
 from router.requests.bounds import MAX_NAME_CHARS
 
 _TEXT_TYPES = ("text", "input_text", "output_text")  # the latter two of OpenAI's other API

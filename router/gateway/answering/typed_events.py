@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from router.dispatching.text_generation import TextDelta
-from router.gateway.chunks import AnswerFormat
+from router.gateway.answering.answer_format import AnswerFormat
 from router.replies.reply import Call, Part
 from router.wire.one_line import encode_line
 

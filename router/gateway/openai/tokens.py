@@ -1,15 +1,12 @@
-"""POST /tokenize, /detokenize and /v1/messages/count_tokens: the model's tokenizer, under the limits of generations."""
+"""POST /tokenize and /detokenize: the model's tokenizer, under the limits of generations."""
 
 from __future__ import annotations
 
 import msgspec
 
-from router.gateway.answers import CountedTokens, Detokenized, Tokenized
-from router.gateway.anthropic_bodies import parse_count
-from router.gateway.chat_bodies import ChatBody
 from router.gateway.endpoint import JsonEndpoint
-from router.gateway.field_names import MESSAGES_NAMES
-from router.gateway.token_bodies import (
+from router.gateway.openai.answers import Detokenized, Tokenized
+from router.gateway.openai.token_bodies import (
     DetokenizeBody,
     TokenizeChatBody,
     TokenizeTextBody,
@@ -17,7 +14,6 @@ from router.gateway.token_bodies import (
     parse_tokenize,
 )
 from router.requests.request import ChatPrompt
-from router.requests.terms import read_terms
 from router.security.access import AccessControl
 from router.serving.service import InferenceService
 from router.wire.exchange import Exchange
@@ -42,26 +38,6 @@ class TokenizeEndpoint(JsonEndpoint[TokenizeTextBody | TokenizeChatBody]):
         pieces = await model.preprocessor.pieces(token_ids, exchange.tenant) if parsed.return_token_strs else None
         answer = Tokenized(len(token_ids), max_model_len, token_ids, pieces)
         await exchange.send_json(msgspec.json.encode(answer))
-
-
-class CountTokensEndpoint(JsonEndpoint[ChatBody]):
-    """An ASGI application: POST /v1/messages/count_tokens."""
-
-    def __init__(self, service: InferenceService, access: AccessControl) -> None:
-        super().__init__("count-", service, access)
-
-    def _parse(self, body: bytes) -> ChatBody:
-        return parse_count(body)
-
-    async def _serve(self, parsed: ChatBody, exchange: Exchange, arrived_at: float) -> None:
-        account = self._access.account(exchange.tenant)
-        with MESSAGES_NAMES.in_errors():
-            terms = read_terms(exchange.given_header, exchange.tenant)
-            (draft,) = parsed.drafts(exchange.request_id, arrived_at, terms)
-            preprocessor = self._service.model(parsed.model).preprocessor
-            token_ids = await preprocessor.tokenize(draft.prompt, draft.prompt_param, exchange.tenant)
-            account.spend(len(token_ids))
-            await exchange.send_json(msgspec.json.encode(CountedTokens(len(token_ids))))
 
 
 class DetokenizeEndpoint(JsonEndpoint[DetokenizeBody]):

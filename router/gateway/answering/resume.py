@@ -31,8 +31,7 @@ from common.errors import InvalidRequestError, UnavailableError, quoted
 from common.types import FinishReason
 from router.dispatching.kept import KeptStream, KnownChoice, ResumableStreams, StreamKey
 from router.fairness.tenant import Tenant
-from router.gateway.chat_bodies import ChatBody
-from router.gateway.completion_bodies import CompletionBody
+from router.gateway.bodies.generation_body import GenerationBody
 from router.requests.request import GenerationRequest, Resumption
 
 HEADER = "last-event-id"
@@ -143,7 +142,7 @@ def parse_event_id(text: str) -> EventId:
     )
 
 
-def read_resume_options(header: Callable[[str], str], body: CompletionBody | ChatBody) -> ResumeOptions:
+def read_resume_options(header: Callable[[str], str], body: GenerationBody) -> ResumeOptions:
     """`header` gives the value of a header by its lower-case name, or "". Events have ids only on request, since many
     clients take every event to begin with `data:`. Raises InvalidRequestError for what cannot be resumed."""
     wanted, text = header(RESUMABLE_HEADER), header(HEADER)

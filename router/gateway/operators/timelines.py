@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -12,16 +12,24 @@ from starlette.routing import Route
 
 from common.errors import InvalidRequestError, UnknownRequestError, quoted
 from router.fairness.tenant import Tenant
-from router.gateway.answers import RequestList
 from router.security.access import AccessControl
 from router.serving.service import InferenceService
-from router.timelines.views import summaries_of, timeline_of
+from router.timelines.views import RequestSummary, summaries_of, timeline_of
+from router.wire.answer_struct import AnswerStruct
 from router.wire.exchange import TENANT
 
 REQUESTS_PATH = "/v1/requests"
 
 _DEFAULT_LIMIT = 100
 _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class RequestList(AnswerStruct):
+    """Answer of GET /v1/requests; the newest first, of at most `max_kept`."""
+
+    object: Literal["list"]
+    max_kept: int
+    data: list[RequestSummary]
 
 
 class _Seen(NamedTuple):
