@@ -82,7 +82,7 @@ class Router:
         discovery = config.discovery
         self._registry = RedisRegistry(discovery.registry, discovery.registry_namespace) if discovery.registry else None
         self.cluster = Cluster(
-            create_discovery(config.prefill, config.decode, self._registry, self.metrics.registry),
+            create_discovery(config.prefill, config.decode, self._registry, self.metrics.discovery),
             self.metrics,
             PrefixIndex(config.routing.max_index_blocks),
             opener,
@@ -92,7 +92,7 @@ class Router:
             needs_prefill_pods=config.routing.remote_prefill == "always",
         )
         self.service = InferenceService(config, sources, self.cluster, self.metrics, context.peers)
-        self.security = Security(config.security, config.host, self.metrics.registry, context.usage)
+        self.security = Security(config.security, config.host, self.metrics.security, context.usage)
         interceptors = [
             _message_bounds(self.service, self.security.access),
             ApiKeyInterceptor(self.security.access, self.service.count_error),

@@ -32,9 +32,8 @@ from router.admission.limits import PREDICTION_MARGIN
 from router.admission.room import NO_ROOM, Room, room_of
 from router.admission.steering import within_limits
 from router.dispatching.config import SurvivalConfig
-from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.migrations import MigrationLine
-from router.metrics import ModelMetrics
+from router.metrics import GenerationMetrics, RouterMetrics
 from router.placing.config import RoutingConfig
 from router.placing.estimates import Estimates
 from router.placing.planner import NO_PREFILL_POD, Placement, Plan, Planner, Query
@@ -71,15 +70,15 @@ class Dispatcher:
         pods: ModelPods,
         routing: RoutingConfig,
         survival: SurvivalConfig,
-        metrics: ModelMetrics,
-        survival_metrics: SurvivalMetrics,
+        metrics: GenerationMetrics,
+        router_metrics: RouterMetrics,
     ) -> None:
         self.pods = pods
         self.survival = survival
         self.metrics = metrics
         self.estimates = Estimates()
-        self.survival_metrics = survival_metrics
-        self.migrations = MigrationLine(self.survival_metrics)
+        self.router_metrics = router_metrics
+        self.migrations = MigrationLine(router_metrics.survival)
         self.planner = Planner(
             pods.prefill_table,
             pods.decode_table,

@@ -77,6 +77,7 @@ class Generation:
         self.num_cached_tokens = 0  # prompt tokens that a pod found in its prefix cache
         self._dispatcher = dispatcher
         self._metrics = dispatcher.metrics
+        self._router_metrics = dispatcher.router_metrics
         self._transfer_id = dispatcher.new_transfer_id(request)
         self._fields = fields(request_id=request.request_id)  # of its log lines
         self.timeline = Timeline(request, dispatcher.model_name)
@@ -127,7 +128,7 @@ class Generation:
         self._close()
         self._metrics.inflight.dec()
         if not self.is_over:
-            self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc()
+            self._router_metrics.errors.labels(ErrorCode.CANCELLED.label).inc()
             self.timeline.end(time.monotonic(), error=ErrorCode.CANCELLED.label)
 
     def __aiter__(self) -> Self:
@@ -276,7 +277,7 @@ class Generation:
         """Takes what the decode pod of this attempt reports. The first report of all is counted."""
         metrics = self._metrics
         if report.recompute_reason:
-            report.recompute_reason = metrics.recompute_reasons.value_of(report.recompute_reason)
+            report.recompute_reason = self._router_metrics.recompute_reasons.value_of(report.recompute_reason)
             self.timeline.event("recompute", report.recompute_reason, self._decode_address)
         self.timeline.reported(report, now)
         if self._reported:
@@ -344,7 +345,7 @@ class Generation:
         return ""
 
     def _on_prefill_failed(self, legs: Legs, leg: PrefillLeg, error: BatonError) -> None:
-        self._metrics.prefill_failures.labels(error.code.label).inc()
+        self._router_metrics.prefill_failures.labels(error.code.label).inc()
         text = "%s: prefill pod %s failed: %s"
         logger.log(_level_of(error), text, self._transfer_id, leg.pod.address, error.message, extra=self._fields)
         self.timeline.event("prefill_failed", error.code.label, leg.pod.address)
@@ -372,7 +373,7 @@ class Generation:
         route = self._dispatcher.reroute(self.request, legs.decode.pod, self._failed_prefill_pods)
         if route is None or route.prefill is None:
             return False
-        self._dispatcher.survival_metrics.prefill_retries.labels(reason).inc()
+        self._router_metrics.survival.prefill_retries.labels(reason).inc()
         logger.info(
             "%s: goes to prefill pod %s instead: %s",
             self._transfer_id,
@@ -402,7 +403,7 @@ class Generation:
         logprobs = [response.logprobs] if response.HasField("logprobs") else []
         if conflict := self._accept(0, [response.first_token_id], logprobs, now):
             # Decode was first and goes on from its own token: the answer is consistent, the pods are not.
-            self._metrics.token_mismatches.inc()
+            self._router_metrics.token_mismatches.inc()
             logger.error(
                 "%s: prefill pod %s disagrees: %s", self._transfer_id, pod.address, conflict, extra=self._fields
             )
@@ -530,10 +531,10 @@ class Generation:
         problem = f"{error.message}: {detail}" if detail else error.message
         level = logging.INFO
         if reason == "disagreement":
-            self._metrics.token_mismatches.inc()
+            self._router_metrics.token_mismatches.inc()
             level = logging.ERROR
         logger.log(level, "%s: decode pod %s: %s", self._transfer_id, self._decode_address, problem, extra=self._fields)
-        self._dispatcher.survival_metrics.redispatched.labels(reason).inc()
+        self._router_metrics.survival.redispatched.labels(reason).inc()
         self.timeline.event("redispatch", reason, self._decode_address)
         pod = self._legs.decode.pod if self._legs is not None else None
         self._close_legs()  # now: nothing more of it may be accepted
@@ -546,7 +547,7 @@ class Generation:
             slot.release()
             return
         logger.info("%s: leaves decode pod %s, which drains", self._transfer_id, pod.address, extra=self._fields)
-        self._dispatcher.survival_metrics.redispatched.labels("drain").inc()
+        self._router_metrics.survival.redispatched.labels("drain").inc()
         self.timeline.event("redispatch", "drain", pod.address)
         self._close_legs()
         self._slot, self._was_admitted = slot, True

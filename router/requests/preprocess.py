@@ -31,7 +31,7 @@ from common.types.validation import (
 from router.fairness.queue import Ticket
 from router.fairness.tenant import Tenant
 from router.fairness.threads import FairThreads
-from router.metrics import ModelMetrics
+from router.metrics import GenerationMetrics
 from router.pods import ModelFacts, ModelPods
 from router.requests.bounds import MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.requests.ids import check_request_id
@@ -60,7 +60,7 @@ class Preprocessor:
         self,
         tokenizer: Tokenizer,
         pods: ModelPods,
-        metrics: ModelMetrics,
+        metrics: GenerationMetrics,
         *,
         model_id: int,
         timeout_s: float,

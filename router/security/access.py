@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from common.errors import PermissionDeniedError, UnauthenticatedError
 from router.fairness.tenant import Tenant
+from router.metrics import SecurityMetrics
 from router.security.keys import KeyTable, Quota
-from router.security.metrics import SecurityMetrics
 from router.security.quotas import Account
 from router.security.usage import LocalUsage, Usage
 

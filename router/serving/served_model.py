@@ -10,11 +10,9 @@ from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from router.admission.admission import Admission
 from router.admission.gate import Gate
-from router.admission.metrics import AdmissionMetrics, QueueMetrics
 from router.config import RouterConfig
 from router.dispatching.dispatcher import Dispatcher
-from router.dispatching.metrics import SurvivalMetrics
-from router.metrics import RouterMetrics, forget_model
+from router.metrics import RouterMetrics
 from router.pods import ModelPods
 from router.replies.reply import ReplyParsing
 from router.requests.preprocess import Preprocessor
@@ -31,19 +29,6 @@ class ModelSource(NamedTuple):
     parsing: ReplyParsing
 
 
-class SharedMetrics(NamedTuple):
-    """Those of all models."""
-
-    router: RouterMetrics
-    survival: SurvivalMetrics
-    admission: AdmissionMetrics
-
-    def forget_model(self, model_name: str) -> None:
-        """Removes the series of a model that is gone."""
-        for metrics in (self.router, self.admission):
-            forget_model(metrics, model_name)
-
-
 class ServedModel:
     """What requests for one model go through. Close it."""
 
@@ -53,7 +38,7 @@ class ServedModel:
         source: ModelSource,
         pods: ModelPods,
         config: RouterConfig,
-        metrics: SharedMetrics,
+        metrics: RouterMetrics,
     ) -> None:
         """`model_id` is unique in this process, unlike names; `pods` are those of the cluster that serve it."""
         self.model_id = model_id
@@ -63,7 +48,7 @@ class ServedModel:
         self.tokenizer = source.tokenizer
         self.parsing = source.parsing
         self.pods = pods
-        self.metrics = metrics.router.of(self.name)
+        self.metrics = metrics.generations.of(self.name)
         self.preprocessor = Preprocessor(
             source.tokenizer,
             pods,
@@ -75,11 +60,11 @@ class ServedModel:
             max_prompt_tokens=config.limits.max_prompt_tokens,
         )
         routing = config.routing if config.may_have_prefill_pods else replace(config.routing, remote_prefill="never")
-        self.dispatcher = Dispatcher(pods, routing, config.survival, self.metrics, metrics.survival)
+        self.dispatcher = Dispatcher(pods, routing, config.survival, self.metrics, metrics)
         self.gate = Gate(
             Admission(config.admission),
             self.dispatcher,
-            QueueMetrics(metrics.admission, self.name),
+            metrics.queues.of(self.name),
             pod_wait_s=config.survival.pod_wait_s,
         )
         pods.prefill_table.on_change(self.gate.wake)

@@ -15,13 +15,11 @@ from common.errors import BatonError, ErrorCode, InvalidRequestError, Unavailabl
 from common.types import FinishReason
 from router.admission.admission import Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
-from router.admission.metrics import AdmissionMetrics
 from router.config import RouterConfig
 from router.dispatching.batch import Batch
 from router.dispatching.drain import DrainWatch
 from router.dispatching.generation import Generation
 from router.dispatching.kept import ResumableStreams
-from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.fairness.queue import Ticket
 from router.fairness.tenant import Tenant
@@ -35,7 +33,7 @@ from router.requests.request import GenerationRequest
 from router.serving.administration import Administration
 from router.serving.cluster_view import ClusterView, view_of_cluster
 from router.serving.peers import NoPeers, Peers
-from router.serving.served_model import ModelSource, ServedModel, SharedMetrics
+from router.serving.served_model import ModelSource, ServedModel
 from router.timelines.book import TimelineBook
 from router.tracing.tracing import RequestTracing
 
@@ -73,9 +71,6 @@ class InferenceService:
         self.cluster = cluster
         self.metrics = metrics
         self.administration = Administration(cluster)
-        survival_metrics = SurvivalMetrics(metrics.registry)
-        self._admission_metrics = AdmissionMetrics(metrics.registry)
-        self._shared_metrics = SharedMetrics(metrics, survival_metrics, self._admission_metrics)
         self.models: list[ServedModel] = []
         self._models: dict[str, ServedModel] = {}  # by all their names
         self._models_by_id: dict[int, ServedModel] = {}  # those included that were removed and may have requests
@@ -87,7 +82,7 @@ class InferenceService:
         self.streams = ResumableStreams(
             window_s=config.survival.resume_window_s,
             max_bytes=config.survival.max_kept_bytes,
-            metrics=survival_metrics,
+            metrics=metrics.survival,
             elsewhere=self.peers.take_over,
         )
         self.timelines = TimelineBook(config.max_timelines)
@@ -206,7 +201,7 @@ class InferenceService:
         model = self.model_of(requests[0])
         ticket, outlook, plan = _appraise(requests, model)
         generations = [Generation(request, model.dispatcher) for request in requests]
-        batch = Batch(generations, ticket, self.metrics, self._admission_metrics, self.timelines, self.tracing)
+        batch = Batch(generations, ticket, self.metrics, self.timelines, self.tracing)
         with batch, self._registered(batch):
             if plan is not None and len(generations) == 1 and model.gate.passes(ticket):
                 generations[0].plan = plan  # it is dispatched before anything changes
@@ -275,7 +270,7 @@ class InferenceService:
             model.close()
 
     def _serve(self, source: ModelSource, pods: ModelPods) -> None:
-        model = ServedModel(next(self._model_ids), source, pods, self.config, self._shared_metrics)
+        model = ServedModel(next(self._model_ids), source, pods, self.config, self.metrics)
         self.models.append(model)
         self._models.update(dict.fromkeys(model.names, model))
         self._models_by_id[model.model_id] = model
@@ -286,7 +281,7 @@ class InferenceService:
         self.cluster.remove_model(model.pods)
         model.close()
         if all(other.name != model.name for other in self._models_by_id.values()):
-            self._shared_metrics.forget_model(model.name)
+            self.metrics.forget_model(model.name)
 
     def _wake_gates(self) -> None:
         for model in self._models_by_id.values():

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from common.errors import InvalidRequestError
 from common.types import FinishReason, SamplingParams
 from router.dispatching.kept import KnownChoice, ResumableStreams, ResumedElsewhereError, StreamKey
-from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.dispatching.token_log import OutputDelta
 from router.fairness.tenant import Tenant
@@ -29,6 +28,7 @@ from router.gateway.answering.resume import (
     resumption_of,
 )
 from router.gateway.openai.completion_bodies import parse_completion
+from router.metrics import SurvivalMetrics
 from router.requests.request import Resumption, SpeculationCounts
 from router.testing import fake_logprobs
 
