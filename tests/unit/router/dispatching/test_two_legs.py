@@ -454,7 +454,7 @@ async def test_a_slow_client_gets_merged_deltas(start_cluster):
     async with service.run([request]) as run:
         (generation,) = run.generations
         async with asyncio.timeout(30):
-            while generation.generation._finish_reason is None:  # noqa: ASYNC110
+            while not generation.generation.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         deltas = [delta async for delta in generation]
     assert [delta.token_ids for delta in deltas] == [TOKENS]
