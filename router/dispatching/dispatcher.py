@@ -1,8 +1,8 @@
 """Sends requests to pods. The life of one request in the router:
 
 1. A front (HTTP or gRPC) turns what the client sent into a Draft.                         gateway/
-2. It is validated, tokenised once, its blocks are hashed once.                            preprocess
-3. It is dispatched, waits for its turn, or is refused with 429 or 503.                    service, admission/
+2. It is validated, tokenised once, its blocks are hashed once.                            requests/
+3. It is dispatched, waits for its turn, or is refused with 429 or 503.                    serving/, admission/
 4. A decode pod is chosen, and a prefill pod if a remote prefill pays and is possible.      Dispatcher.route
 5. Both legs open at once: Submit on the decode pod's session, a Prefill call.             Generation
 6. The first token to arrive, usually prefill's, goes to the client at once; decode brings the rest. Each index is
@@ -10,8 +10,8 @@
 7. If prefill fails before there is a token, another prefill pod takes over. If there is none, the decode pod is told
    and computes the prompt itself, or ends the request with an error if its kv_failure_policy is fail: it alone knows
    what has come. If decode is lost, another decode pod gets the prompt and the output so far; seeds are positional,
-   so the client sees no seam.                                                              Generation, MigrationLine
-8. Tokens become text; a stop string ends the request.                                     output
+   so the client sees no seam.                                                              Generation, Retries
+8. Tokens become text; a stop string ends the request.                                     TextGeneration
 9. The front streams; its going away ends both legs at once, as does the deadline.
 """
 
