@@ -15,11 +15,10 @@ from common.observability.loop_figures import LoopFigures
 from common.pod.config import PodConfig
 from common.pod.metrics import PodMetrics
 from common.pod.stats import StatsBoard
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, WorkerMetrics
 from router.placing.index import PrefixIndex
 from router.placing.index_metrics import IndexMetrics
 from router.pods.relayed_figures import RelayedFigures
-from router.workers.metrics import WorkerMetrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 VLLM_NAMES = {
@@ -135,7 +134,9 @@ def router_metrics() -> list[MetricRow]:
 
 def worker_metrics() -> list[MetricRow]:
     """Those that a router has only if it has several workers."""
-    return list(_rows(WorkerMetrics(lambda: 0).registry))
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    return list(_rows(registry))
 
 
 def pod_metrics() -> list[MetricRow]:

@@ -244,6 +244,16 @@ class SecurityMetrics(MetricTable):
     )
 
 
+class WorkerMetrics(MetricTable):
+    """Of the workers of a router, counted by their parent."""
+
+    workers = metric(Gauge, "baton_router_workers", "Workers of the router that serve.")
+    restarts = metric(Counter, "baton_router_worker_restarts", "Workers that died and were started again.", "worker")
+    hangs = metric(
+        Counter, "baton_router_worker_hangs", "Workers that were killed because they no longer answered.", "worker"
+    )
+
+
 class RouterMetrics(MetricTable):
     """All metrics of one router, in a registry of their own."""
 

@@ -30,9 +30,9 @@ class Column(Generic[T]):
     """One metric of a table."""
 
     def __init__(
-        self, family: Callable[[CollectorRegistry], Any], of_model: Callable[[Any, str], T] | None = None
+        self, family: Callable[[CollectorRegistry], Any], of_model: Callable[[Any, str], T] = lambda family, _: family
     ) -> None:
-        """`family` makes and registers it; `of_model` gives what a model has of it."""
+        """`family` makes and registers it; `of_model` gives what a model has of it: without it, all."""
         self.family = family
         self.of_model = of_model
 
@@ -92,12 +92,16 @@ class MetricTable:
 
 
 class ModelTable:
-    """One model's metrics. Made by ModelFamilies."""
+    """One model's metrics."""
 
     def __init__(self, families: Mapping[str, Any], model_name: str) -> None:
         for name, column in _columns(type(self)):
-            assert column.of_model is not None
             vars(self)[name] = column.of_model(families[name], model_name)
+
+    @classmethod
+    def families(cls, registry: CollectorRegistry) -> dict[str, Any]:
+        """Registers the families of this table. Returns them by attribute."""
+        return {name: column.family(registry) for name, column in _columns(cls)}
 
 
 class ModelFamilies(Generic[_Table]):
@@ -105,7 +109,7 @@ class ModelFamilies(Generic[_Table]):
 
     def __init__(self, table: type[_Table], registry: CollectorRegistry) -> None:
         self._table = table
-        self._families = {name: column.family(registry) for name, column in _columns(table)}
+        self._families = table.families(registry)
 
     def of(self, model_name: str) -> _Table:
         """What is counted of this model."""
