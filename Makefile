@@ -100,7 +100,7 @@ proto: $(DEV)
 
 ## Regenerates docs/api.md from the fields of requests.
 api-docs: $(DEV)
-	$(BIN)/python -m router.gateway.api_page
+	$(BIN)/python -m docs_site.api_page
 
 ## Regenerates docs/configuration.md and docs/metrics.md from settings and metrics in the code, docs/parallel_tests.md and
 ## the table in docs/speculation.md from the tests.

@@ -15,15 +15,10 @@ from common.observability.loop_figures import LoopFigures
 from common.pod.config import PodConfig
 from common.pod.metrics import PodMetrics
 from common.pod.stats import StatsBoard
-from router.admission.metrics import AdmissionMetrics
-from router.discovery.metrics import DiscoveryMetrics
-from router.dispatching.metrics import SurvivalMetrics
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, WorkerMetrics
 from router.placing.index import PrefixIndex
-from router.pods.health_metrics import PodHealthMetrics
+from router.placing.index_metrics import IndexMetrics
 from router.pods.relayed_figures import RelayedFigures
-from router.security.metrics import SecurityMetrics
-from router.workers.metrics import WorkerMetrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 VLLM_NAMES = {
@@ -129,18 +124,19 @@ def page() -> str:
 def router_metrics() -> list[MetricRow]:
     """Those of a router, but for the process's own."""
     metrics = RouterMetrics()
-    metrics.of("model")
-    metrics.watch_index(PrefixIndex(max_holdings=1))
+    metrics.generations.of("model")
+    metrics.queues.of("model")
+    metrics.registry.register(IndexMetrics(PrefixIndex(max_holdings=1)))
     metrics.registry.register(RelayedFigures(list))
-    for add_to in (SurvivalMetrics, AdmissionMetrics, SecurityMetrics, DiscoveryMetrics, PodHealthMetrics):
-        add_to(metrics.registry)
     rows = _rows_and_loop(metrics.registry, "baton_router")
     return [row for row in rows if not row.name.startswith("process_")]
 
 
 def worker_metrics() -> list[MetricRow]:
     """Those that a router has only if it has several workers."""
-    return list(_rows(WorkerMetrics(lambda: 0).registry))
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    return list(_rows(registry))
 
 
 def pod_metrics() -> list[MetricRow]:

@@ -9,8 +9,7 @@ import msgspec
 from common.errors import BatonError, ConfigError
 from planning.profile import VERSION, EngineProfile, Handoff
 from planning.steps import StepFit
-from router.gateway.administration import STEP_TIMES_PATH
-from router.gateway.answers import LearnedTimes, ModelStepTimes, StepTimesOfModels
+from router.gateway.operators.administration import STEP_TIMES_PATH, LearnedTimes, ModelStepTimes, StepTimesOfModels
 
 LEARNED_PATH = STEP_TIMES_PATH
 

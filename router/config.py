@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -14,14 +14,12 @@ from router.admission.config import AdmissionConfig
 from router.discovery.config import DiscoveryConfig
 from router.discovery.dns import PREFIX, parse_dns
 from router.dispatching.config import SurvivalConfig
-from router.placing.policy_spec import POLICY_NAMES, parse_policy
+from router.placing.config import RoutingConfig
 from router.pods.config import HealthConfig
 from router.requests.bounds import MAX_MODEL_CHARS
+from router.requests.request import KVFailurePolicy
 from router.security.config import LimitsConfig, SecurityConfig
 from router.tracing.config import RouterTracingConfig
-
-RemotePrefill = Literal["auto", "prefer", "always", "never"]
-KVFailurePolicy = Literal["recompute", "fail"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,14 +38,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "override_generation_config",
         ),
         "Answers": ("tool_parser", "reasoning_parser"),
-        "Routing": (
-            "prefill_policy",
-            "decode_policy",
-            "remote_prefill",
-            "min_remote_prefill_tokens",
-            "max_index_blocks",
-            "kv_failure_policy",
-        ),
+        "Routing": ("kv_failure_policy",),
         "Limits on requests": ("request_timeout_s", "max_body_bytes", "max_choices"),
         "Process": ("workers", "page", "max_timelines", "access_log", "shutdown_grace_s", "log_level", "log_format"),
     }
@@ -143,27 +134,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "deepseek_r1, mistral, qwen3."
         ),
     ] = "auto"
-    prefill_policy: Annotated[
-        str,
-        Meta(description=f"How a prefill pod is chosen: {', '.join(POLICY_NAMES)}, or several with weights (a:2,b:1)."),
-    ] = "kv_aware"
-    decode_policy: Annotated[str, Meta(description="How a decode pod is chosen; the same policies.")] = "kv_aware"
-    remote_prefill: Annotated[
-        RemotePrefill,
-        Meta(
-            description="When a prefill pod computes the prompt. auto: where that gives the first token sooner or "
-            "keeps the decode pod's target_itl_ms; prefer: whenever one is ready; always: requests are refused while "
-            "none is ready; never: decode pods compute all prompts."
-        ),
-    ] = "auto"
-    min_remote_prefill_tokens: Annotated[
-        int,
-        Meta(ge=0, description="With auto, prompts with fewer uncached tokens stay on the decode pod."),
-    ] = 0
-    max_index_blocks: Annotated[
-        int,
-        Meta(ge=0, description="Most blocks in the index of what pods have cached; about 200 bytes each."),
-    ] = 2_000_000
+    routing: RoutingConfig = RoutingConfig()
     kv_failure_policy: Annotated[
         KVFailurePolicy,
         Meta(
@@ -236,9 +207,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for setting in ("prefill", "decode"):
             for address in getattr(self, setting):
                 _check_address(setting, address)
-        for setting in ("prefill_policy", "decode_policy"):
-            _check_policy(setting, getattr(self, setting))
-        if self.remote_prefill == "always" and not self.may_have_prefill_pods:
+        if self.routing.remote_prefill == "always" and not self.may_have_prefill_pods:
             raise ValueError("--remote-prefill always needs prefill pods: name them with --prefill")
         if self.workers > 1:
             _check_shares(self)
@@ -296,10 +265,3 @@ def _check_address(setting: str, address: str) -> None:
     host, separator, port = address.rpartition(":")
     if not (host and separator and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"--{setting}: expected host:port, got {address!r}")
-
-
-def _check_policy(setting: str, text: str) -> None:
-    try:
-        parse_policy(text)
-    except ValueError as error:
-        raise ValueError(f"--{setting.replace('_', '-')}: {error}") from error

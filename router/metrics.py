@@ -1,11 +1,14 @@
-"""The router's metrics. One instance per router, with its own registry."""
+"""Tables of all that a router counts. What a scrape reads from elsewhere is in IndexMetrics and RelayedFigures.
+
+Names follow the field's: a dashboard needs only another prefix.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -14,14 +17,17 @@ from common.errors import ErrorCode
 from common.observability.bounded_labels import BoundedLabels
 from common.observability.build_info import BuildInfo
 from common.observability.local_histogram import LocalHistogram
-from common.observability.model_label import MODEL_LABEL, OfModel
+from common.observability.metric_tables import Column, MetricTable, ModelFamilies, ModelTable, metric, per_model
+from common.observability.model_label import MODEL_LABEL
 from common.observability.tracing.tracer import trace_span_counter
-from router.placing.index import PrefixIndex
-from router.placing.index_metrics import IndexMetrics
 
 _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+_WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+HTTP_REFUSALS = ("connections", "malformed", "header_size", "header_time", "body_memory", "body_time", "send_time")
+"""Why an HTTP connection is closed."""
 
 
 class LocalHistograms(Collector):
@@ -49,182 +55,249 @@ class LocalHistograms(Collector):
         yield family
 
 
-def forget_model(metrics: object, model_name: str) -> None:
-    """Removes the model's series from all families that are attributes of `metrics`."""
-    for family in vars(metrics).values():
-        if isinstance(family, LocalHistograms):
-            family.remove(model_name)
-        elif isinstance(family, MetricWrapperBase):
-            for values in _series_of(family, model_name):
-                family.remove(*values)
+def _local_histograms(name: str, text: str, bounds: Sequence[float]) -> Column[LocalHistogram]:
+    def family(registry: CollectorRegistry) -> LocalHistograms:
+        histograms = LocalHistograms(name, text, bounds)
+        registry.register(histograms)
+        return histograms
+
+    return Column(family, LocalHistograms.labels)
 
 
-def _series_of(family: MetricWrapperBase, model_name: str) -> set[tuple[str, ...]]:
-    """Label values of the model's series."""
-    labels = [sample.labels for metric in family.collect() for sample in metric.samples]
-    return {
-        tuple(value for name, value in each.items() if name != "le")  # of a bucket
-        for each in labels
-        if each.get(MODEL_LABEL) == model_name
-    }
+class GenerationMetrics(ModelTable):
+    """Of one model's requests."""
+
+    inflight = per_model(Gauge, "baton_router_num_requests_inflight", "Generations under way.")
+    success = per_model(Counter, "baton_router_request_success", "Generations that ended well.", "finished_reason")
+    prompt_tokens = per_model(Counter, "baton_router_prompt_tokens", "Prompt tokens of accepted requests.")
+    generation_tokens = per_model(Counter, "baton_router_generation_tokens", "Output tokens received.")
+    cached_tokens = per_model(
+        Counter, "baton_router_prefix_cached_tokens", "Prompt tokens served by a pod's prefix cache."
+    )
+    external_tokens = per_model(
+        Counter, "baton_router_external_tokens", "Prompt tokens whose KV came through the connector."
+    )
+    time_to_first_token = per_model(
+        Histogram,
+        "baton_router_time_to_first_token_seconds",
+        "Arrival at the router to first token.",
+        buckets=_LATENCIES_S,
+    )
+    first_token_phase = per_model(
+        Histogram,
+        "baton_router_first_token_phase_seconds",
+        "Parts of the time to first token: tokenize; queue and prefill (on the pod that prefilled); "
+        "handoff and decode_queue (of the decode leg, which the first token does not wait for).",
+        "phase",
+        buckets=_LATENCIES_S,
+    )
+    inter_token_latency = _local_histograms(
+        "baton_router_inter_token_latency_seconds", "Gap between two deliveries of tokens to a request.", GAPS_S
+    )
+    time_per_output_token = per_model(
+        Histogram,
+        "baton_router_time_per_output_token_seconds",
+        "(End - first token) / (output tokens - 1), per request.",
+        buckets=GAPS_S,
+    )
+    decode_time = per_model(
+        Histogram, "baton_router_request_decode_time_seconds", "First token to last token.", buckets=_LATENCIES_S
+    )
+    e2e_latency = per_model(
+        Histogram, "baton_router_e2e_request_latency_seconds", "Arrival to last token.", buckets=_LATENCIES_S
+    )
+    prompt_length = per_model(
+        Histogram, "baton_router_request_prompt_tokens", "Prompt tokens per request.", buckets=_LENGTHS
+    )
+    output_length = per_model(
+        Histogram, "baton_router_request_generation_tokens", "Output tokens per request.", buckets=_LENGTHS
+    )
+    dispatched = per_model(
+        Counter,
+        "baton_router_dispatch",
+        "Dispatches by where the prompt was sent to be prefilled, and why there.",
+        "prefill",
+        "reason",
+    )
+    recomputed = per_model(
+        Counter,
+        "baton_router_recompute",
+        "Prompts that decode pods computed although a prefill pod was to.",
+        "reason",
+    )
 
 
-class RouterMetrics:
-    """Everything the router counts. Names follow the field's: a dashboard needs only another prefix."""
+class QueueMetrics(ModelTable):
+    """Of one model's queue."""
+
+    queued = per_model(
+        Gauge,
+        "baton_router_num_requests_queued",
+        "Generations that wait in the router to be dispatched.",
+        "priority",
+        starts=("high", "normal", "low"),
+    )
+    queue_wait = per_model(
+        Histogram,
+        "baton_router_request_queue_seconds",
+        "Time in the router's queue of requests that were dispatched.",
+        "priority",
+        starts=("high", "normal", "low"),
+        buckets=_WAITS_S,
+    )
+    refused = per_model(
+        Counter,
+        "baton_router_request_refusals",
+        "Requests that were refused at once: no place in the queue (queue_full, tenant_share), or a limit that "
+        "they name would be broken.",
+        "reason",
+        starts=("queue_full", "tenant_share", "ttft", "itl", "deadline"),
+    )
+
+
+class SurvivalMetrics(MetricTable):
+    """Of requests that move or are resumed."""
+
+    redispatched = metric(Counter, "baton_router_redispatch", "Running requests moved to another decode pod.", "reason")
+    prefill_retries = metric(
+        Counter,
+        "baton_router_prefill_retries",
+        "Prompts that were given to another prefill pod, by what was wrong with the first.",
+        "reason",
+    )
+    migrations_waiting = metric(
+        Gauge, "baton_router_num_migrations_waiting", "Requests in line to be computed again elsewhere."
+    )
+    migrations_running = metric(
+        Gauge,
+        "baton_router_num_migrations_running",
+        "Requests that are being computed again elsewhere, until their next token.",
+    )
+    resumed = metric(
+        Counter,
+        "baton_router_stream_resume",
+        "Streams that clients resumed: from what was kept of them, or computed again from the beginning.",
+        "source",
+    )
+    streams_kept = metric(Gauge, "baton_router_num_streams_kept", "Broken streams that are kept to be resumed.")
+
+
+class PodHealthMetrics(MetricTable):
+    """Of pods, as the router sees them."""
+
+    ready = metric(Gauge, "baton_router_pod_ready", "1 if the pod can take requests.", "role", "address")
+    ejections = metric(
+        Counter,
+        "baton_router_pod_ejections",
+        "Ejections of pods by what the last failure was.",
+        "role",
+        "address",
+        "reason",
+    )
+    canaries = metric(
+        Counter,
+        "baton_router_canary_requests",
+        "Canary requests by how they ended.",
+        "role",
+        "address",
+        "outcome",
+    )
+
+
+class DiscoveryMetrics(MetricTable):
+    """By source: "static", "dns:NAME:PORT", "registry"."""
+
+    pods = metric(Gauge, "baton_router_discovery_pods", "Pods that a source names, as last heard.", "source")
+    failures = metric(
+        Counter, "baton_router_discovery_failures", "Lookups that failed; the pods that were known stay.", "source"
+    )
+    ignored_records = metric(
+        Counter,
+        "baton_router_discovery_ignored_records",
+        "Records of the registry that make no sense, each counted once for as long as it is there.",
+    )
+
+
+class SecurityMetrics(MetricTable):
+    """Of keys and refused connections. Tenants are labelled by name: there are as many as keys."""
+
+    unauthenticated = metric(
+        Counter,
+        "baton_router_unauthenticated",
+        "Requests without a valid API key.",
+        "reason",
+        starts=[("missing",), ("unknown",)],
+    )
+    refused = metric(Counter, "baton_router_tenant_refused", "Requests over a limit of their key.", "tenant", "limit")
+    tokens = metric(Counter, "baton_router_tenant_tokens", "Prompt and output tokens, by key.", "tenant")
+    http_refused = metric(
+        Counter,
+        "baton_router_http_refused",
+        "HTTP connections that were closed, by reason.",
+        "reason",
+        starts=[(reason,) for reason in HTTP_REFUSALS],
+    )
+    unfinished_body_bytes = metric(
+        Gauge,
+        "baton_router_http_unfinished_body_bytes",
+        "Bytes of request bodies that are unfinished or wait to be tokenised.",
+    )
+
+
+class WorkerMetrics(MetricTable):
+    """Of the workers of a router, counted by their parent."""
+
+    workers = metric(Gauge, "baton_router_workers", "Workers of the router that serve.")
+    restarts = metric(Counter, "baton_router_worker_restarts", "Workers that died and were started again.", "worker")
+    hangs = metric(
+        Counter, "baton_router_worker_hangs", "Workers that were killed because they no longer answered.", "worker"
+    )
+
+
+class RouterMetrics(MetricTable):
+    """All metrics of one router, in a registry of their own."""
+
+    errors = metric(
+        Counter,
+        "baton_router_request_errors",
+        "Requests that failed.",
+        "code",
+        starts=[(code.label,) for code in ErrorCode],
+    )
+    limits = metric(
+        Counter,
+        "baton_router_request_limits",
+        "Limits of time that requests named (the deadline: that every one has), by whether they were kept.",
+        "limit",
+        "outcome",
+        starts=product(("ttft", "itl", "deadline"), ("met", "missed")),
+    )
+    prefill_failures = metric(Counter, "baton_router_prefill_failures", "Prefill legs that failed.", "code")
+    token_mismatches = metric(
+        Counter,
+        "baton_router_token_mismatch",
+        "Prefill and decode pod chose different tokens for one index.",
+    )
+    model_failures = metric(
+        Counter, "baton_router_model_failures", "Models of the models file that could not be served."
+    )
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        registry = self.registry
+        self.registry = registry = CollectorRegistry()
+        super().__init__(registry)
         ProcessCollector(registry=registry)
         registry.register(BuildInfo("baton_router"))
         self.trace_spans = trace_span_counter("baton_router")
         registry.register(self.trace_spans)
-
-        self.inflight = Gauge(
-            "baton_router_num_requests_inflight", "Generations under way.", [MODEL_LABEL], registry=registry
-        )
-        self.success = Counter(
-            "baton_router_request_success",
-            "Generations that ended well.",
-            [MODEL_LABEL, "finished_reason"],
-            registry=registry,
-        )
-        self.errors = Counter("baton_router_request_errors", "Requests that failed.", ["code"], registry=registry)
-        self.prompt_tokens = Counter(
-            "baton_router_prompt_tokens", "Prompt tokens of accepted requests.", [MODEL_LABEL], registry=registry
-        )
-        self.generation_tokens = Counter(
-            "baton_router_generation_tokens", "Output tokens received.", [MODEL_LABEL], registry=registry
-        )
-        self.cached_tokens = Counter(
-            "baton_router_prefix_cached_tokens",
-            "Prompt tokens served by a pod's prefix cache.",
-            [MODEL_LABEL],
-            registry=registry,
-        )
-        self.external_tokens = Counter(
-            "baton_router_external_tokens",
-            "Prompt tokens whose KV came through the connector.",
-            [MODEL_LABEL],
-            registry=registry,
-        )
-
-        self.time_to_first_token = Histogram(
-            "baton_router_time_to_first_token_seconds",
-            "Arrival at the router to first token.",
-            [MODEL_LABEL],
-            buckets=_LATENCIES_S,
-            registry=registry,
-        )
-        self.first_token_phase = Histogram(
-            "baton_router_first_token_phase_seconds",
-            "Parts of the time to first token: tokenize; queue and prefill (on the pod that prefilled); "
-            "handoff and decode_queue (of the decode leg, which the first token does not wait for).",
-            [MODEL_LABEL, "phase"],
-            buckets=_LATENCIES_S,
-            registry=registry,
-        )
-        self.inter_token_latency = LocalHistograms(
-            "baton_router_inter_token_latency_seconds", "Gap between two deliveries of tokens to a request.", GAPS_S
-        )
-        registry.register(self.inter_token_latency)
-        self.time_per_output_token = Histogram(
-            "baton_router_time_per_output_token_seconds",
-            "(End - first token) / (output tokens - 1), per request.",
-            [MODEL_LABEL],
-            buckets=GAPS_S,
-            registry=registry,
-        )
-        self.decode_time = Histogram(
-            "baton_router_request_decode_time_seconds",
-            "First token to last token.",
-            [MODEL_LABEL],
-            buckets=_LATENCIES_S,
-            registry=registry,
-        )
-        self.e2e_latency = Histogram(
-            "baton_router_e2e_request_latency_seconds",
-            "Arrival to last token.",
-            [MODEL_LABEL],
-            buckets=_LATENCIES_S,
-            registry=registry,
-        )
-        self.prompt_length = Histogram(
-            "baton_router_request_prompt_tokens",
-            "Prompt tokens per request.",
-            [MODEL_LABEL],
-            buckets=_LENGTHS,
-            registry=registry,
-        )
-        self.output_length = Histogram(
-            "baton_router_request_generation_tokens",
-            "Output tokens per request.",
-            [MODEL_LABEL],
-            buckets=_LENGTHS,
-            registry=registry,
-        )
-
-        self.dispatched = Counter(
-            "baton_router_dispatch",
-            "Dispatches by where the prompt was sent to be prefilled, and why there.",
-            [MODEL_LABEL, "prefill", "reason"],
-            registry=registry,
-        )
-        self.recomputed = Counter(
-            "baton_router_recompute",
-            "Prompts that decode pods computed although a prefill pod was to.",
-            [MODEL_LABEL, "reason"],
-            registry=registry,
-        )
+        self.generations = ModelFamilies(GenerationMetrics, registry)
+        self.queues = ModelFamilies(QueueMetrics, registry)
+        self.survival = SurvivalMetrics(registry)
+        self.pods = PodHealthMetrics(registry)
+        self.discovery = DiscoveryMetrics(registry)
+        self.security = SecurityMetrics(registry)
         self.recompute_reasons = BoundedLabels()  # as pods give them
-        self.prefill_failures = Counter(
-            "baton_router_prefill_failures", "Prefill legs that failed.", ["code"], registry=registry
-        )
-        self.token_mismatches = Counter(
-            "baton_router_token_mismatch",
-            "Prefill and decode pod chose different tokens for one index.",
-            registry=registry,
-        )
-        self.model_failures = Counter(
-            "baton_router_model_failures", "Models of the models file that could not be served.", registry=registry
-        )
-        self.pod_ready = Gauge(
-            "baton_router_pod_ready", "1 if the pod can take requests.", ["role", "address"], registry=registry
-        )
 
-        for code in ErrorCode:  # so that each rate starts at 0 and not at nothing
-            self.errors.labels(code.label)
-
-    def of(self, model_name: str) -> ModelMetrics:
-        """What is counted of this model."""
-        return ModelMetrics(self, model_name)
-
-    def watch_index(self, index: PrefixIndex) -> None:
-        """Show what `index` holds whenever metrics are read."""
-        self.registry.register(IndexMetrics(index))
-
-
-class ModelMetrics:
-    """What is counted of one model, and what the requests for it count of the router as a whole."""
-
-    def __init__(self, router: RouterMetrics, model_name: str) -> None:
-        self.inflight = router.inflight.labels(model_name)
-        self.success = OfModel(router.success, model_name)
-        self.prompt_tokens = router.prompt_tokens.labels(model_name)
-        self.generation_tokens = router.generation_tokens.labels(model_name)
-        self.cached_tokens = router.cached_tokens.labels(model_name)
-        self.external_tokens = router.external_tokens.labels(model_name)
-        self.time_to_first_token = router.time_to_first_token.labels(model_name)
-        self.first_token_phase = OfModel(router.first_token_phase, model_name)
-        self.inter_token_latency = router.inter_token_latency.labels(model_name)
-        self.time_per_output_token = router.time_per_output_token.labels(model_name)
-        self.decode_time = router.decode_time.labels(model_name)
-        self.e2e_latency = router.e2e_latency.labels(model_name)
-        self.prompt_length = router.prompt_length.labels(model_name)
-        self.output_length = router.output_length.labels(model_name)
-        self.dispatched = OfModel(router.dispatched, model_name)
-        self.recomputed = OfModel(router.recomputed, model_name)
-        self.recompute_reasons = router.recompute_reasons
-        self.prefill_failures = router.prefill_failures
-        self.token_mismatches = router.token_mismatches
-        self.errors = router.errors
+    def forget_model(self, model_name: str) -> None:
+        """Removes the series of a model that is gone."""
+        self.generations.forget(model_name)
+        self.queues.forget(model_name)

@@ -9,6 +9,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -24,12 +25,9 @@ from common.rpc.tls import cluster_tls
 from router.config import RouterConfig
 from router.discovery.factory import create_discovery
 from router.gateway.app import create_app
-from router.gateway.grpc_administration import AdminServicer
-from router.gateway.grpc_servicer import InferenceServicer
+from router.gateway.grpc.administration import AdminServicer
+from router.gateway.grpc.servicer import InferenceServicer
 from router.metrics import RouterMetrics
-from router.model_roster import ModelRoster
-from router.model_sources import read_models
-from router.peers import WorkerContext, standalone
 from router.placing.index import PrefixIndex
 from router.pods import Cluster
 from router.security.access import AccessControl
@@ -39,7 +37,11 @@ from router.security.grpc_messages import MessageInterceptor, ReadSlots
 from router.security.http_connection import bounded_connections
 from router.security.refusals import Refusals
 from router.security.runtime import Security
-from router.service import InferenceService
+from router.security.usage import LocalUsage, Usage
+from router.serving.model_roster import ModelRoster
+from router.serving.model_sources import read_models
+from router.serving.peers import NoPeers, Peers
+from router.serving.service import InferenceService
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,20 @@ _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _AFTER_GRACE_S = 5  # for error events to reach their clients
 _PODS_WAIT_S = 10.0
 _GC_THRESHOLD = 10_000  # objects; a collection of as many takes less than a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a router shares with other workers of the same parent."""
+
+    peers: Peers
+    usage: Usage  # of tenants' quotas
+    shares_ports: bool  # other processes listen on the same ones, and get the connections until this one can serve
+
+
+def standalone() -> WorkerContext:
+    """Those of a router that is the only one of its process group."""
+    return WorkerContext(NoPeers(), LocalUsage(), shares_ports=False)
 
 
 class Router:
@@ -66,17 +82,17 @@ class Router:
         discovery = config.discovery
         self._registry = RedisRegistry(discovery.registry, discovery.registry_namespace) if discovery.registry else None
         self.cluster = Cluster(
-            create_discovery(config.prefill, config.decode, self._registry, self.metrics.registry),
+            create_discovery(config.prefill, config.decode, self._registry, self.metrics.discovery),
             self.metrics,
-            PrefixIndex(config.max_index_blocks),
+            PrefixIndex(config.routing.max_index_blocks),
             opener,
             config.pod_health,
             models=[source.names for source in sources],
             models_change=bool(config.models_file),
-            needs_prefill_pods=config.remote_prefill == "always",
+            needs_prefill_pods=config.routing.remote_prefill == "always",
         )
         self.service = InferenceService(config, sources, self.cluster, self.metrics, context.peers)
-        self.security = Security(config.security, config.host, self.metrics.registry, context.usage)
+        self.security = Security(config.security, config.host, self.metrics.security, context.usage)
         interceptors = [
             _message_bounds(self.service, self.security.access),
             ApiKeyInterceptor(self.security.access, self.service.count_error),

@@ -19,7 +19,7 @@ from benchmarks.router.workload import ANSWER, MAX_MODEL_LEN
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.tokenization import Tokenizer
 from decode_service.delta_buffer import DeltaBuffer
-from router.requests.model_files import resolve_model
+from router.serving.model_files import resolve_model
 from router.testing import FakePod
 
 _NUM_BLOCKS = 10_000_000

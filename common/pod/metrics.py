@@ -5,7 +5,7 @@ All names begin with `baton_pod_`, those of a router with `baton_router_`: no su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 
 from common.engine.messages import EngineSpec, EngineStats, PhaseSeconds
 from common.observability.build_info import BuildInfo
-from common.observability.model_label import MODEL_LABEL, OfModel
+from common.observability.metric_tables import ModelTable, metric, per_model
+from common.observability.model_label import MODEL_LABEL
 from common.observability.tracing.tracer import trace_span_counter
 from common.pod.config import PodConfig
 from common.pod.stats import StatsBoard
@@ -24,8 +25,56 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _DECODE_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 
 
-class PodMetrics:
+class PodMetrics(ModelTable):
     """All metrics of one pod, in a registry of their own."""
+
+    request_success = per_model(
+        Counter, "baton_pod_request_success", "Requests that finished without an error.", "finished_reason"
+    )
+    request_failure = per_model(Counter, "baton_pod_request_failure", "Requests that ended with an error.", "code")
+    internal_errors = metric(
+        Counter, "baton_pod_internal_errors", "Calls that failed for a fault of the pod's own code."
+    )
+    queue_time = per_model(
+        Histogram,
+        "baton_pod_request_queue_time_seconds",
+        "From arrival at the pod to first scheduled or reserved.",
+        buckets=_SECONDS,
+    )
+    prefill_time = per_model(
+        Histogram,
+        "baton_pod_request_prefill_time_seconds",
+        "From first scheduled to first token, on a prefill pod.",
+        buckets=_SECONDS,
+    )
+    decode_time = per_model(
+        Histogram,
+        "baton_pod_request_decode_time_seconds",
+        "From the first token that the decode pod has to the last, of requests that finished.",
+        buckets=_DECODE_SECONDS,
+    )
+    handoff_time = per_model(
+        Histogram, "baton_pod_handoff_seconds", "From `delivered` to runnable on the decode pod.", buckets=_SECONDS
+    )
+    handoffs = per_model(
+        Counter, "baton_pod_handoff", "Handoffs that ended, by outcome as seen by this pod.", "outcome"
+    )
+    handoff_tokens = per_model(
+        Counter, "baton_pod_handoff_external_tokens", "Prompt tokens whose KV arrived by handoff."
+    )
+    kv_recompute = per_model(
+        Counter,
+        "baton_pod_kv_recompute",
+        "Requests whose KV was computed here instead of arriving by handoff.",
+        "reason",
+    )
+    kv_failures = per_model(
+        Counter,
+        "baton_pod_kv_failure",
+        "Requests whose KV did not arrive by handoff, by outcome: recomputed, or failed if that is their policy.",
+        "reason",
+        "outcome",
+    )
 
     def __init__(
         self, stats: StatsBoard, spec: EngineSpec, config: PodConfig, trace_spans: Counter | None = None
@@ -33,56 +82,11 @@ class PodMetrics:
         """`spec` and `config` are those of the pod; what of them is a metric never changes. `trace_spans`: of its
         tracer."""
         self.registry = registry = CollectorRegistry()
-        self._model_name = config.model_name
+        super().__init__(self.families(registry), config.model_name)
         registry.register(BuildInfo(PREFIX))
         registry.register(trace_spans or trace_span_counter(PREFIX))
         registry.register(_CacheConfig(spec, config))
         registry.register(_EngineFigures(stats, spec, config))
-        self.request_success = self._counter(
-            "baton_pod_request_success", "Requests that finished without an error.", ["finished_reason"]
-        )
-        self.request_failure = self._counter(
-            "baton_pod_request_failure", "Requests that ended with an error.", ["code"]
-        )
-        self.internal_errors = Counter(
-            "baton_pod_internal_errors", "Calls that failed for a fault of the pod's own code.", registry=registry
-        )
-        self.queue_time = self._histogram(
-            "baton_pod_request_queue_time_seconds", "From arrival at the pod to first scheduled or reserved."
-        )
-        self.prefill_time = self._histogram(
-            "baton_pod_request_prefill_time_seconds", "From first scheduled to first token, on a prefill pod."
-        )
-        self.decode_time = self._histogram(
-            "baton_pod_request_decode_time_seconds",
-            "From the first token that the decode pod has to the last, of requests that finished.",
-            _DECODE_SECONDS,
-        )
-        self.handoff_time = self._histogram(
-            "baton_pod_handoff_seconds", "From `delivered` to runnable on the decode pod."
-        )
-        self.handoffs = self._counter(
-            "baton_pod_handoff", "Handoffs that ended, by outcome as seen by this pod.", ["outcome"]
-        )
-        self.handoff_tokens = self._counter(
-            "baton_pod_handoff_external_tokens", "Prompt tokens whose KV arrived by handoff."
-        ).labels()
-        self.kv_recompute = self._counter(
-            "baton_pod_kv_recompute", "Requests whose KV was computed here instead of arriving by handoff.", ["reason"]
-        )
-        self.kv_failures = self._counter(
-            "baton_pod_kv_failure",
-            "Requests whose KV did not arrive by handoff, by outcome: recomputed, or failed if that is their policy.",
-            ["reason", "outcome"],
-        )
-
-    def _counter(self, name: str, documentation: str, labels: Iterable[str] = ()) -> OfModel[Counter]:
-        family = Counter(name, documentation, [MODEL_LABEL, *labels], registry=self.registry)
-        return OfModel(family, self._model_name)
-
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-        family = Histogram(name, documentation, [MODEL_LABEL], buckets=buckets, registry=self.registry)
-        return family.labels(self._model_name)
 
 
 class _CacheConfig(Collector):

@@ -8,11 +8,11 @@ from planning.simulator.pod import Clock
 from planning.simulator.router import SimulatedRouter
 from router.admission.admission import Admission, Outlook
 from router.admission.config import AdmissionConfig
-from router.admission.fair_queue import Ticket
 from router.admission.forecast import forecast
 from router.admission.limits import Limits
+from router.fairness.queue import Ticket
+from router.fairness.tenant import Tenant
 from router.placing.planner import Query
-from router.requests.terms import Tenant
 
 
 class Waiting(Protocol):

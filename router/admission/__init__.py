@@ -4,7 +4,7 @@
    neither room on the pods nor a place in the queue, it is refused at once and told when to come back.
                                                                                       room, forecast, limits, admission
 2. While the cluster has room and no other waits, it is dispatched at once.                       gate
-3. Else it waits. Strict priorities; within one, tenants share by weight; within a tenant, in order.    fair_queue
+3. Else it waits. Strict priorities; within one, tenants share by weight; within a tenant, in order.    fairness.queue
 4. Pods report, answers end: there is room, and the next one is dispatched.                       gate
 5. Nothing that waits is dropped: it leaves by being served, by its client, or by its deadline.
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from common.errors import OverloadedError
 from router.admission.config import AdmissionConfig
 from router.admission.departures import DepartureRate
-from router.admission.fair_queue import FairQueue, Ticket
 from router.admission.forecast import Forecast
 from router.admission.limits import PREDICTION_MARGIN, Expected, Limits, Refusal, broken_limit, joined
 from router.admission.room import Room
-from router.requests.terms import Tenant
+from router.fairness.queue import FairQueue, Ticket
+from router.fairness.tenant import Tenant
 
 _LEAST_RETRY_S = 1.0  # where nothing is known
 

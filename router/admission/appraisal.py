@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.admission.admission import Outlook
-from router.admission.fair_queue import Ticket
 from router.admission.forecast import forecast
 from router.admission.limits import Limits
+from router.fairness.queue import Ticket
 from router.placing.estimates import Estimates
 from router.placing.planner import Plan
 from router.requests.request import GenerationRequest

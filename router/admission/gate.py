@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 from common.errors import BatonError, DeadlineExceededError, UnavailableError
 from router.admission.admission import Admission, Outlook
-from router.admission.fair_queue import Ticket
-from router.admission.metrics import QueueMetrics, priority_label
 from router.admission.room import Room
+from router.fairness.queue import Ticket
+from router.metrics import QueueMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Gate:
             else:
                 await self._wait(ticket, dispatch, came)
                 waited_s = time.monotonic() - came
-            self._metrics.queue_wait.labels(priority_label(ticket.priority)).observe(waited_s)
+            self._metrics.queue_wait.labels(_priority_label(ticket.priority)).observe(waited_s)
             yield waited_s
         finally:
             self._leave(ticket)
@@ -179,7 +179,7 @@ class Gate:
         return waiter
 
     def _count(self, ticket: Ticket, difference: int) -> None:
-        self._metrics.queued.labels(priority_label(ticket.priority)).inc(difference)
+        self._metrics.queued.labels(_priority_label(ticket.priority)).inc(difference)
 
     def _watch_for_pods(self) -> None:
         stranded = bool(self._waiters) and bool(self._pods.unavailable_reason)
@@ -194,3 +194,10 @@ class Gate:
         reason = self._pods.unavailable_reason
         if reason:
             self.fail_all(UnavailableError(reason))
+
+
+def _priority_label(priority: int) -> str:
+    """Clients choose any of 2**32."""
+    if priority == 0:
+        return "normal"
+    return "high" if priority < 0 else "low"

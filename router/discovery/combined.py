@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from router.discovery.base import Discovery, Endpoints, Publish
-from router.discovery.metrics import DiscoveryMetrics
+from router.metrics import DiscoveryMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from common.rpc.server import join_address
 from router.discovery.base import Endpoint, Endpoints, Publish, Role
-from router.discovery.metrics import DiscoveryMetrics
+from router.metrics import DiscoveryMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
 from common.registry import RedisRegistry
 from router.discovery.base import Discovery, Role
 from router.discovery.combined import CombinedDiscovery
 from router.discovery.dns import PREFIX, DnsDiscovery
-from router.discovery.metrics import DiscoveryMetrics
 from router.discovery.registry import SOURCE, RegistryDiscovery
 from router.discovery.static import StaticDiscovery
+from router.metrics import DiscoveryMetrics
 
 
 def create_discovery(
     prefill: Sequence[str],
     decode: Sequence[str],
     registry: RedisRegistry | None,
-    metrics_registry: CollectorRegistry,
+    metrics: DiscoveryMetrics,
 ) -> Discovery:
     """All sources together. `prefill` and `decode` hold host:port and dns:NAME:PORT; `registry` is the caller's."""
-    metrics = DiscoveryMetrics(metrics_registry)
     static = StaticDiscovery(_without_dns(prefill), _without_dns(decode))
     sources: dict[str, Discovery] = {"static": static}
     lists: tuple[tuple[Role, Sequence[str]], ...] = (("prefill", prefill), ("decode", decode))

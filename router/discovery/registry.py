@@ -12,7 +12,7 @@ from typing import Protocol
 from common.errors import UnavailableError
 from common.registry import PodRecord, Reading, RecordError
 from router.discovery.base import Endpoint, Endpoints, Publish
-from router.discovery.metrics import DiscoveryMetrics
+from router.metrics import DiscoveryMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
     Batch ──▶ TextGeneration ──▶ Generation ──▶ Legs ──▶ pods
                                      │
+                                     ├──▶ Output, Retries, Record
                                      └──▶ Dispatcher ──▶ Planner, MigrationLine
 
 What requests share is the Dispatcher's: the decision where each goes, and the line of those that have lost their

@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import Self
 
 from common.errors import BatonError, DeadlineExceededError, ErrorCode, OverloadedError, UnattainableError
-from router.admission.fair_queue import Ticket
 from router.admission.goodput import OVERDUE, Timing, kept_limits
-from router.admission.metrics import AdmissionMetrics
 from router.dispatching.generation import Generation
+from router.fairness.queue import Ticket
 from router.metrics import RouterMetrics
 from router.requests.request import GenerationRequest
 from router.timelines.book import TimelineBook
@@ -36,7 +35,6 @@ class Batch:
         generations: Sequence[Generation],
         ticket: Ticket,
         metrics: RouterMetrics,
-        admission_metrics: AdmissionMetrics,
         timelines: TimelineBook,
         tracing: RequestTracing,
     ) -> None:
@@ -45,7 +43,6 @@ class Batch:
         self.generations = generations
         self.ticket = ticket
         self._metrics = metrics
-        self._admission_metrics = admission_metrics
         self._timelines = timelines
         self._tracing = tracing
         self._kept = [timelines.keep(each.timeline) for each in generations if not each.request.is_part]
@@ -104,7 +101,7 @@ class Batch:
     def _count_limits(self, timings: Sequence[Timing]) -> None:
         for generation, timing in zip(self.generations, timings, strict=True):
             for limit, is_kept in kept_limits(generation.request, timing).items():
-                self._admission_metrics.limits.labels(limit, "met" if is_kept else "missed").inc()
+                self._metrics.limits.labels(limit, "met" if is_kept else "missed").inc()
 
 
 def _size_of(request: GenerationRequest) -> int:

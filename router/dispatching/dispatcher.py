@@ -1,8 +1,8 @@
 """Sends requests to pods. The life of one request in the router:
 
 1. A front (HTTP or gRPC) turns what the client sent into a Draft.                         gateway/
-2. It is validated, tokenised once, its blocks are hashed once.                            preprocess
-3. It is dispatched, waits for its turn, or is refused with 429 or 503.                    service, admission/
+2. It is validated, tokenised once, its blocks are hashed once.                            requests/
+3. It is dispatched, waits for its turn, or is refused with 429 or 503.                    serving/, admission/
 4. A decode pod is chosen, and a prefill pod if a remote prefill pays and is possible.      Dispatcher.route
 5. Both legs open at once: Submit on the decode pod's session, a Prefill call.             Generation
 6. The first token to arrive, usually prefill's, goes to the client at once; decode brings the rest. Each index is
@@ -10,8 +10,8 @@
 7. If prefill fails before there is a token, another prefill pod takes over. If there is none, the decode pod is told
    and computes the prompt itself, or ends the request with an error if its kv_failure_policy is fail: it alone knows
    what has come. If decode is lost, another decode pod gets the prompt and the output so far; seeds are positional,
-   so the client sees no seam.                                                              Generation, MigrationLine
-8. Tokens become text; a stop string ends the request.                                     output
+   so the client sees no seam.                                                              Generation, Retries
+8. Tokens become text; a stop string ends the request.                                     TextGeneration
 9. The front streams; its going away ends both legs at once, as does the deadline.
 """
 
@@ -31,10 +31,10 @@ from common.step_budget import prefill_work
 from router.admission.limits import PREDICTION_MARGIN
 from router.admission.room import NO_ROOM, Room, room_of
 from router.admission.steering import within_limits
-from router.config import RouterConfig
-from router.dispatching.metrics import SurvivalMetrics
+from router.dispatching.config import SurvivalConfig
 from router.dispatching.migrations import MigrationLine
-from router.metrics import ModelMetrics
+from router.metrics import GenerationMetrics, RouterMetrics
+from router.placing.config import RoutingConfig
 from router.placing.estimates import Estimates
 from router.placing.planner import NO_PREFILL_POD, Placement, Plan, Planner, Query
 from router.placing.policies import Leg
@@ -66,22 +66,27 @@ class Dispatcher:
     """Chooses the pods of each dispatch among those of a model, claims them, and gives each request its transfer id."""
 
     def __init__(
-        self, pods: ModelPods, config: RouterConfig, metrics: ModelMetrics, survival_metrics: SurvivalMetrics
+        self,
+        pods: ModelPods,
+        routing: RoutingConfig,
+        survival: SurvivalConfig,
+        metrics: GenerationMetrics,
+        router_metrics: RouterMetrics,
     ) -> None:
         self.pods = pods
-        self.config = config
+        self.survival = survival
         self.metrics = metrics
         self.estimates = Estimates()
-        self.survival_metrics = survival_metrics
-        self.migrations = MigrationLine(self.survival_metrics)
+        self.router_metrics = router_metrics
+        self.migrations = MigrationLine(router_metrics.survival)
         self.planner = Planner(
             pods.prefill_table,
             pods.decode_table,
             pods.index,
-            prefill_policy=config.prefill_policy,
-            decode_policy=config.decode_policy,
-            remote_prefill=config.remote_prefill if config.may_have_prefill_pods else "never",
-            min_remote_prefill_tokens=config.min_remote_prefill_tokens,
+            prefill_policy=routing.prefill_policy,
+            decode_policy=routing.decode_policy,
+            remote_prefill=routing.remote_prefill,
+            min_remote_prefill_tokens=routing.min_remote_prefill_tokens,
             seed=secrets.randbits(32),
         )
         self._remote_wait_s = 0.0

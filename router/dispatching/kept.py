@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from common.errors import BatonError, ErrorCode
 from common.types import FinishReason
-from router.dispatching.metrics import SurvivalMetrics
+from router.metrics import SurvivalMetrics
 from router.requests.request import NO_DRAFTS, SpeculationCounts
 
 _MAX_STREAMS = 1024  # kept; clients that resume do so within seconds, so more are of clients that will not

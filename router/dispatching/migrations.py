@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.dispatching.metrics import SurvivalMetrics
+from router.metrics import SurvivalMetrics
 
 # Requests that are being computed again at once after losing their decode pod. Enough to fill a pod's steps with their
 # prompts, few enough that the running streams of the pods that take them over hardly notice.

@@ -1,1 +1,1 @@
-"""The HTTP front: OpenAI's completions and chat completions, models, health, metrics."""
+"""The fronts: HTTP and gRPC. One folder for each, and what they share."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -18,22 +15,23 @@ from starlette.routing import Route
 
 from common import __version__
 from common.errors import BatonError
-from router.gateway.access_log import ACCESS, AccessRecord
-from router.gateway.administration import AdministrationEndpoints
-from router.gateway.cluster_view import CLUSTER_PATH, ClusterEndpoint
+from router.gateway.anthropic.count_tokens import CountTokensEndpoint
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
-from router.gateway.errors import MESSAGES_PATH, error_headers, error_json, route_error
-from router.gateway.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send
+from router.gateway.openai.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from router.gateway.openapi import describe
+from router.gateway.operators.administration import AdministrationEndpoints
+from router.gateway.operators.cluster import CLUSTER_PATH, ClusterEndpoint
+from router.gateway.operators.timelines import REQUESTS_PATH, TimelineEndpoints
 from router.gateway.page import static_routes
-from router.gateway.timelines import REQUESTS_PATH, TimelineEndpoints
-from router.gateway.tokens import CountTokensEndpoint, DetokenizeEndpoint, TokenizeEndpoint
+from router.gateway.status import Status
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
 from router.security.http_guard import OPEN_PATHS, PROBE_PATHS, ApiKeyGuard
-from router.served_model import ServedModel
-from router.service import InferenceService
+from router.serving.service import InferenceService
+from router.wire.access_log import ACCESS, AccessRecord
+from router.wire.errors import MESSAGES_PATH, error_headers, error_json, route_error
+from router.wire.exchange import TENANT, TIMING_HEADER, Receive, Scope, Send
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""
@@ -54,7 +52,7 @@ def create_app(
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     pages = static_routes(has_page=service.config.page)
     open_paths |= {route.path for route in pages}
-    status, ids = _Status(service, access, grpc_port), RunningIds()
+    status, ids = Status(service, access, grpc_port), RunningIds()
     explain = CompletionsEndpoint(EXPLAIN, service, access, ids)
     endpoints: dict[str, App] = {
         "/v1/completions": CompletionsEndpoint(COMPLETIONS, service, access, ids),
@@ -130,81 +128,6 @@ class _Shortcut:
             tenant = scope.get(TENANT)
             record.tenant_name = "" if tenant is None else tenant.name
             record.write()
-
-
-class _Status:
-    """What does not generate."""
-
-    def __init__(self, service: InferenceService, access: AccessControl, grpc_port: int) -> None:
-        self._service = service
-        self._access = access
-        self._grpc_port = grpc_port
-        self._started = int(time.time())
-
-    async def models(self, request: Request) -> Response:
-        """The served models, under all their names."""
-        cards = [self._card(model, name) for model in self._service.models for name in model.names]
-        return _json({"object": "list", "data": cards})
-
-    async def model(self, request: Request) -> Response:
-        """One model by name. Raises UnknownModelError."""
-        name = request.path_params["name"]
-        return _json(self._card(self._service.model(name), name))
-
-    async def health(self, request: Request) -> Response:
-        """200 only while a request can be served; the body tells an operator how each pod is, and others no address."""
-        reason = self._service.unavailable_reason
-        status, told = (503, "unavailable") if reason else (200, "ok")
-        if not self._access.is_operators(lambda name: request.headers.get(name, "")):
-            return _json({"status": told, "reason": reason.partition(":")[0]}, status)
-        pods = [
-            {
-                "address": pod.address,
-                "role": pod.role_name,
-                "model": None if pod.info is None else pod.info.model_name,
-                "state": pod.state.value,
-                "detail": pod.detail,
-            }
-            for pod in self._service.cluster.pods
-        ]
-        models = [{"name": model.name, "reason": model.dispatcher.unavailable_reason} for model in self._service.models]
-        return _json({"status": told, "reason": reason, "models": models, "pods": pods}, status)
-
-    async def alive(self, request: Request) -> Response:
-        """200 whatever the state of the pods: only a router that does not answer should be restarted."""
-        return _json({"status": "ok"})
-
-    async def ping(self, request: Request) -> Response:
-        """The status of `health`, without a body."""
-        return Response(status_code=503 if self._service.unavailable_reason else 200)
-
-    async def metrics(self, request: Request) -> Response:
-        """Prometheus exposition."""
-        service = self._service
-        return Response(await service.peers.metrics(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def load(self, request: Request) -> Response:
-        """Generations under way, as vLLM tells it."""
-        service = self._service
-        return _json({"server_load": service.num_under_way + await service.peers.num_under_way()})
-
-    async def version(self, request: Request) -> Response:
-        """Version of Baton, and the port of the gRPC API."""
-        return _json({"version": __version__, "grpc_port": self._grpc_port})
-
-    def _card(self, model: ServedModel, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "baton",
-            "root": model.name,
-            "max_model_len": model.max_model_len or None,
-        }
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type=_JSON)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -17,11 +17,11 @@ from common.tokenization import Tokenizer
 from common.types.validation import SEED_LIMIT
 from router.dispatching.kept import Running, StreamKey
 from router.dispatching.text_generation import TextGeneration
-from router.gateway.anthropic_answers import MessagesFormat
-from router.gateway.anthropic_bodies import parse_messages
-from router.gateway.beams import BeamOptions, search_beams, spelled
-from router.gateway.chat_bodies import ChatBody, parse_any, parse_chat
-from router.gateway.choices import (
+from router.fairness.tenant import Tenant
+from router.fairness.turns import others_turn
+from router.gateway.answering.answer_format import Answer, AnswerFormat, usage_of
+from router.gateway.answering.beams import search_beams, spelled
+from router.gateway.answering.choices import (
     best_of,
     candidates_of,
     check_num_logprobs,
@@ -31,18 +31,10 @@ from router.gateway.choices import (
     num_choices,
     together,
 )
-from router.gateway.chunks import Answer, AnswerFormat, ChatFormat, CompletionFormat, usage_of
-from router.gateway.completion_bodies import CompletionBody, parse_completion
-from router.gateway.encoded import EncodedList
-from router.gateway.endpoint import JsonEndpoint
-from router.gateway.exchange import Exchange
-from router.gateway.explain import explain
-from router.gateway.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
-from router.gateway.prompt_logprobs import by_token_id, echoed
-from router.gateway.reply import ReplyParser
-from router.gateway.responses_answers import ResponsesFormat
-from router.gateway.responses_bodies import parse_responses
-from router.gateway.resume import (
+from router.gateway.answering.encoded import EncodedList
+from router.gateway.answering.explain import explain
+from router.gateway.answering.prompt_logprobs import by_token_id, echoed
+from router.gateway.answering.resume import (
     RESUMABLE_HEADER,
     ResumeOptions,
     Stream,
@@ -50,16 +42,27 @@ from router.gateway.resume import (
     digest_of,
     read_resume_options,
 )
-from router.gateway.stream_options import UsageReports
-from router.gateway.structured import STRUCTURED, errors_of_constraint
+from router.gateway.anthropic.answers import MessagesFormat
+from router.gateway.anthropic.bodies import parse_messages
+from router.gateway.bodies.beam_options import BeamOptions
+from router.gateway.bodies.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
+from router.gateway.bodies.stream_options import UsageReports
+from router.gateway.bodies.structured import errors_of_constraint
+from router.gateway.endpoint import JsonEndpoint
+from router.gateway.openai.chat_bodies import ChatBody, parse_any, parse_chat
+from router.gateway.openai.chunks import ChatFormat, CompletionFormat
+from router.gateway.openai.completion_bodies import CompletionBody, parse_completion
+from router.gateway.responses.answers import ResponsesFormat
+from router.gateway.responses.bodies import parse_responses
+from router.replies.reply import ReplyParser
 from router.requests.ids import RunningIds, check_request_id
-from router.requests.request import Draft, GenerationRequest, TextPrompt
-from router.requests.terms import QUEUED_HEADER, Tenant, Terms, read_terms
+from router.requests.request import STRUCTURED, Draft, GenerationRequest, TextPrompt
+from router.requests.terms import QUEUED_HEADER, Terms, read_terms
 from router.security.access import AccessControl
 from router.security.quotas import Account
-from router.served_model import ServedModel
-from router.service import InferenceService
-from router.turns import others_turn
+from router.serving.served_model import ServedModel
+from router.serving.service import InferenceService
+from router.wire.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 
 from common.errors import BatonError, ErrorCode, RequestCancelledError
 from common.observability.logging import fields
-from router.gateway.decoding import check_encoding, check_fields_are_unique, check_num_values
-from router.gateway.exchange import Exchange, Receive, Scope, Send
+from router.fairness.turns import others_turn_if_large
+from router.gateway.bodies.decoding import check_encoding, check_fields_are_unique, check_num_values
 from router.security.access import AccessControl
-from router.service import InferenceService
-from router.turns import others_turn_if_large
+from router.serving.service import InferenceService
+from router.wire.exchange import Exchange, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

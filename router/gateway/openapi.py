@@ -8,20 +8,34 @@ import msgspec
 
 from common.errors import ErrorCode
 from common.observability.tracing.context import TRACEPARENT, TRACESTATE
-from router.gateway import answers
-from router.gateway.administration import POD_PATH, RESET_PATH, STEP_TIMES_PATH
-from router.gateway.anthropic_bodies import CountBody, MessagesBody
-from router.gateway.chat_bodies import ChatBody
-from router.gateway.cluster_view import CLUSTER_PATH
-from router.gateway.completion_bodies import CompletionBody
-from router.gateway.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
-from router.gateway.responses_bodies import ResponsesBody
-from router.gateway.resume import RESUMABLE_HEADER
-from router.gateway.timelines import REQUESTS_PATH
-from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from router.gateway.answering.resume import RESUMABLE_HEADER
+from router.gateway.anthropic.answers import AnthropicMessage
+from router.gateway.anthropic.bodies import CountBody, MessagesBody
+from router.gateway.anthropic.count_tokens import CountedTokens
+from router.gateway.openai import answers
+from router.gateway.openai.chat_bodies import ChatBody
+from router.gateway.openai.completion_bodies import CompletionBody
+from router.gateway.openai.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from router.gateway.operators.administration import (
+    POD_PATH,
+    RESET_PATH,
+    STEP_TIMES_PATH,
+    Drained,
+    PrefixCachesReset,
+    StepTimesOfModels,
+    Undrained,
+)
+from router.gateway.operators.cluster import CLUSTER_PATH
+from router.gateway.operators.timelines import REQUESTS_PATH, RequestList
+from router.gateway.responses.answers import Response
+from router.gateway.responses.bodies import ResponsesBody
+from router.gateway.status import Health, Liveness, Load, Version
 from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
+from router.serving.cluster_view import ClusterView
+from router.timelines.views import RequestTimeline
+from router.wire.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
@@ -39,9 +53,9 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     ResponsesBody,
     ErrorBody,
     AnthropicErrorBody,
-    answers.AnthropicMessage,
-    answers.CountedTokens,
-    answers.Response,
+    AnthropicMessage,
+    CountedTokens,
+    Response,
     answers.Completion,
     answers.CompletionChunk,
     answers.ChatCompletion,
@@ -51,17 +65,17 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.Detokenized,
     answers.ModelList,
     answers.ModelCard,
-    answers.Health,
-    answers.Load,
-    answers.Drained,
-    answers.Undrained,
-    answers.StepTimesOfModels,
-    answers.PrefixCachesReset,
-    answers.ClusterView,
-    answers.RequestList,
-    answers.RequestTimeline,
-    answers.Liveness,
-    answers.Version,
+    Health,
+    Load,
+    Drained,
+    Undrained,
+    StepTimesOfModels,
+    PrefixCachesReset,
+    ClusterView,
+    RequestList,
+    RequestTimeline,
+    Liveness,
+    Version,
 )
 
 _ERRORS = {
@@ -140,9 +154,9 @@ def _paths() -> dict[str, Any]:
     return {
         "/v1/completions": {"post": _answered_generation(CompletionBody, answers.Completion, answers.CompletionChunk)},
         "/v1/chat/completions": {"post": _answered_generation(ChatBody, answers.ChatCompletion, answers.ChatChunk)},
-        MESSAGES_PATH: {"post": _typed_generation(MessagesBody, answers.AnthropicMessage)},
-        f"{MESSAGES_PATH}/count_tokens": {"post": _tokens("Tokens of a prompt.", [CountBody], answers.CountedTokens)},
-        "/v1/responses": {"post": _typed_generation(ResponsesBody, answers.Response)},
+        MESSAGES_PATH: {"post": _typed_generation(MessagesBody, AnthropicMessage)},
+        f"{MESSAGES_PATH}/count_tokens": {"post": _tokens("Tokens of a prompt.", [CountBody], CountedTokens)},
+        "/v1/responses": {"post": _typed_generation(ResponsesBody, Response)},
         "/v1/route/explain": {"post": explained, "get": explained},
         "/tokenize": {
             "post": _tokens("Token ids of a prompt.", [TokenizeTextBody, TokenizeChatBody], answers.Tokenized)
@@ -155,9 +169,9 @@ def _paths() -> dict[str, Any]:
                 "parameters": [name],
             }
         },
-        "/health": {"get": _readiness(_json(answers.Health))},
-        "/readyz": {"get": _readiness(_json(answers.Health))},
-        "/livez": {"get": _page("The router runs, with or without pods.", _json(answers.Liveness), ())},
+        "/health": {"get": _readiness(_json(Health))},
+        "/readyz": {"get": _readiness(_json(Health))},
+        "/livez": {"get": _page("The router runs, with or without pods.", _json(Liveness), ())},
         "/ping": {"get": _readiness({}), "post": _readiness({})},
         "/metrics": {
             "get": _page(
@@ -166,18 +180,18 @@ def _paths() -> dict[str, Any]:
                 (*unauthenticated, ErrorCode.PERMISSION_DENIED),
             )
         },
-        "/version": {"get": _page("Version of Baton, and the port of its gRPC API.", _json(answers.Version), ())},
-        "/load": {"get": _operators("Generations under way.", answers.Load)},
-        "/v1/load": {"get": _operators("Generations under way.", answers.Load)},
-        f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", answers.Drained)},
-        f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", answers.Undrained)},
-        STEP_TIMES_PATH: {"get": _operators("Learned step times of the pods.", answers.StepTimesOfModels)},
-        CLUSTER_PATH: {"get": _operators("Pods, their load, and handoffs between them.", answers.ClusterView)},
+        "/version": {"get": _page("Version of Baton, and the port of its gRPC API.", _json(Version), ())},
+        "/load": {"get": _operators("Generations under way.", Load)},
+        "/v1/load": {"get": _operators("Generations under way.", Load)},
+        f"{POD_PATH}/drain": {"post": _of_pod("The pod takes no new requests; running ones finish.", Drained)},
+        f"{POD_PATH}/undrain": {"post": _of_pod("The pod takes requests again.", Undrained)},
+        STEP_TIMES_PATH: {"get": _operators("Learned step times of the pods.", StepTimesOfModels)},
+        CLUSTER_PATH: {"get": _operators("Pods, their load, and handoffs between them.", ClusterView)},
         REQUESTS_PATH: {
             "get": {
                 **_page(
                     "The last requests, the newest first.",
-                    _json(answers.RequestList),
+                    _json(RequestList),
                     (*unauthenticated, ErrorCode.INVALID_ARGUMENT),
                 ),
                 "parameters": [limit, tenant],
@@ -187,7 +201,7 @@ def _paths() -> dict[str, Any]:
             "get": {
                 **_page(
                     "Where the time of one request went.",
-                    _json(answers.RequestTimeline),
+                    _json(RequestTimeline),
                     (*unauthenticated, ErrorCode.NOT_FOUND),
                 ),
                 "parameters": [{**name, "name": "request_id"}, tenant],
@@ -196,7 +210,7 @@ def _paths() -> dict[str, Any]:
         RESET_PATH: {
             "post": _operators(
                 "All pods have emptied their prefix caches.",
-                answers.PrefixCachesReset,
+                PrefixCachesReset,
                 ErrorCode.UNAVAILABLE,
             )
         },

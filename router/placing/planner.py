@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.config import RemotePrefill
+from router.placing.config import RemotePrefill
 from router.placing.index import Held, PrefixIndex
 from router.placing.policies import (
     Candidates,

@@ -1,18 +1,26 @@
-"""Policies as they are written in settings: `kv_aware`, `prefix_affinity:2,least_loaded:1`."""
+"""The policies, and how settings name them: `kv_aware`, `prefix_affinity:2,least_loaded:1`."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-POLICY_NAMES = (
-    "kv_aware",
-    "least_loaded",
-    "power_of_two",
-    "prefix_affinity",
-    "round_robin",
-    "session_affinity",
-)
+
+class Registered(NamedTuple):
+    """A policy's scorer, which is imported when it is first asked for."""
+
+    scorer: str  # class within the module router.placing.policies.NAME
+    decides_by_load: bool = False  # and by nothing else
+
+
+POLICIES = {
+    "kv_aware": Registered("KVAware"),
+    "least_loaded": Registered("LeastLoaded", decides_by_load=True),
+    "power_of_two": Registered("PowerOfTwo", decides_by_load=True),
+    "prefix_affinity": Registered("PrefixAffinity"),
+    "round_robin": Registered("RoundRobin", decides_by_load=True),
+    "session_affinity": Registered("SessionAffinity"),
+}
 
 
 class Part(NamedTuple):
@@ -34,8 +42,8 @@ def parse_policy(text: str) -> tuple[Part, ...]:
 def _parse_part(text: str) -> Part:
     name, colon, written = text.partition(":")
     name = name.strip()
-    if name not in POLICY_NAMES:
-        raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
     if not colon:
         return Part(name, 1.0)
     try:

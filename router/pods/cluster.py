@@ -24,9 +24,9 @@ from common.rpc.channel import ChannelOpener, open_channel
 from router.discovery import Discovery, Endpoint, Endpoints, Role
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
+from router.placing.index_metrics import IndexMetrics
 from router.pods.config import HealthConfig
 from router.pods.health import Outcome, Reason
-from router.pods.health_metrics import PodHealthMetrics
 from router.pods.model_pods import ModelFacts, ModelPods
 from router.pods.pod import Pod, PodState
 from router.pods.relayed_figures import RelayedFigures
@@ -57,7 +57,7 @@ class Cluster:
         there is one, pods need not name it, unless `models_change`: more may be added. `needs_prefill_pods`: decode
         pods may not compute prompts."""
         self.index = index
-        metrics.watch_index(index)
+        metrics.registry.register(IndexMetrics(index))
         self.prefill_pods: list[Pod] = []
         self.decode_pods: list[Pod] = []
         self.by_address: dict[str, Pod] = {}  # the one that is listed, if a leaving one has the same address
@@ -68,8 +68,7 @@ class Cluster:
         self._opener = opener
         self._health = health
         self._needs_prefill_pods = needs_prefill_pods
-        self._metrics = metrics
-        self._health_metrics = PodHealthMetrics(metrics.registry)
+        self._metrics = metrics.pods
         metrics.registry.register(RelayedFigures(lambda: self.pods))
         self._watched: dict[Pod, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -168,8 +167,7 @@ class Cluster:
         self._assign(pod, None)
         if self.by_address.get(pod.address) is pod:
             del self.by_address[pod.address]
-        self._metrics.pod_ready.remove(pod.role_name, pod.address)
-        self._health_metrics.forget(pod.role_name, pod.address)
+        self._metrics.forget(role=pod.role_name, address=pod.address)
         logger.info("%s pod %s has left", pod.role_name, pod.address)
         self.notify()
 
@@ -187,11 +185,11 @@ class Cluster:
 
     def note_ejection(self, pod: Pod, reason: Reason) -> None:
         """See PodOwner."""
-        self._health_metrics.ejections.labels(pod.role_name, pod.address, reason).inc()
+        self._metrics.ejections.labels(pod.role_name, pod.address, reason).inc()
 
     def note_canary(self, pod: Pod, outcome: Outcome) -> None:
         """See PodOwner."""
-        self._health_metrics.canaries.labels(pod.role_name, pod.address, outcome).inc()
+        self._metrics.canaries.labels(pod.role_name, pod.address, outcome).inc()
 
     # --- judging ---
 
@@ -255,7 +253,7 @@ class Cluster:
 
     def _show(self, pod: Pod) -> None:
         pod.shown = pod.state
-        self._metrics.pod_ready.labels(pod.role_name, pod.address).set(pod.shown is PodState.READY)
+        self._metrics.ready.labels(pod.role_name, pod.address).set(pod.shown is PodState.READY)
 
     def notify(self) -> None:
         """Tells those who wait that a pod's state has changed, or a model."""

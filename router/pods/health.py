@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 from common.breaker import Breaker
 from common.errors import BatonError, ErrorCode
@@ -17,8 +17,6 @@ from router.pods.suspicion import Cause, Suspicion
 
 Reason = Literal["prefill", "decode", "canary", "invalid", "stall"]
 Outcome = Literal["ok", "busy", "failed"]
-REASONS: tuple[Reason, ...] = get_args(Reason)
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 MAX_DOUBLING = 60.0  # of eject_base_s: a pod is tried again within 5 minutes, however often it was ejected
 MAX_CANARY_S = 10.0  # for an answer: far more than a pod that works takes, even with a long queue

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.errors import InvalidRequestError
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
 
 REQUEST_ID_HEADER = "x-request-id"
 

@@ -28,15 +28,22 @@ from common.types.validation import (
     validate_prompt,
     validate_token_ids,
 )
-from router.admission.fair_queue import Ticket
-from router.config import KVFailurePolicy
-from router.metrics import ModelMetrics
+from router.fairness.queue import Ticket
+from router.fairness.tenant import Tenant
+from router.fairness.threads import FairThreads
+from router.metrics import GenerationMetrics
 from router.pods import ModelFacts, ModelPods
 from router.requests.bounds import MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
-from router.requests.fair_threads import FairThreads
 from router.requests.ids import check_request_id
-from router.requests.request import ChatPrompt, Draft, GenerationRequest, Prompt, TextPrompt, TokenPrompt
-from router.requests.terms import Tenant
+from router.requests.request import (
+    ChatPrompt,
+    Draft,
+    GenerationRequest,
+    KVFailurePolicy,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 
 _PRIORITIES = range(-(2**31), 2**31)
 _THREAD_FROM_CHARS = 4_000  # about 1 ms of tokenising; longer texts leave the event loop alone
@@ -53,7 +60,7 @@ class Preprocessor:
         self,
         tokenizer: Tokenizer,
         pods: ModelPods,
-        metrics: ModelMetrics,
+        metrics: GenerationMetrics,
         *,
         model_id: int,
         timeout_s: float,

@@ -7,14 +7,16 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from common.observability.tracing.context import TraceContext
 from common.types import ExtraKey, FinishReason, SamplingParams
-from router.config import KVFailurePolicy
 from router.requests.terms import Terms
+
+KVFailurePolicy = Literal["recompute", "fail"]
+STRUCTURED = "structured_outputs"  # field of SamplingParams; pods name it in errors of constraints
 
 _CHARS_PER_MESSAGE = 20  # that take as long to tokenise as a message takes to render
 

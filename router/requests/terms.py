@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from common.errors import InvalidRequestError, quoted
 from common.observability.tracing.context import TraceContext
+from router.fairness.tenant import Tenant
 
 SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -20,27 +21,6 @@ ITL_HEADER = "x-slo-itl-ms"
 QUEUED_HEADER = "x-baton-queue-ms"  # of an answer: how long its request waited in the router
 
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() takes 1_000, too
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """Whose request it is."""
-
-    name: str = ""  # for logs, metrics and fairness; empty: the request came without a key
-    salt: str = ""  # part of every block hash, so that tenants share no KV; empty: shared by all who have none
-    weight: float = 1.0  # its share while requests queue, relative to others'
-    min_priority: int | None = None  # the most urgent that its requests may have; None: any
-
-    def priority_of(self, asked: int) -> int:
-        """The priority of a request that asks for `asked`. 0, which is also not to ask, gives what it may have at most.
-        Raises InvalidRequestError for more."""
-        least = self.min_priority
-        if least is None or asked >= least:
-            return asked
-        if asked == 0:
-            return least
-        problem = f"priority must be at least {least} for this key, got {asked}; lower numbers go first"
-        raise InvalidRequestError(problem, param="priority")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

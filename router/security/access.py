@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from common.errors import PermissionDeniedError, UnauthenticatedError
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
+from router.metrics import SecurityMetrics
 from router.security.keys import KeyTable, Quota
-from router.security.metrics import SecurityMetrics
 from router.security.quotas import Account
 from router.security.usage import LocalUsage, Usage
 

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import BatonError, UnauthenticatedError
 from common.rpc.errors import abort_with
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
 from router.security.access import AccessControl
 
 OPEN_SERVICES = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})

@@ -29,11 +29,11 @@ from google.protobuf.message import DecodeError
 from common.errors import BatonError, DeadlineExceededError, InvalidRequestError, OverloadedError
 from common.rpc.errors import abort_with, drop_frames
 from common.rpc.parsing import answered
+from router.fairness.turns import others_turn_if_large
 from router.security.access import AccessControl
 from router.security.bodies import BodyBudget, client_of
 from router.security.grpc_guard import admitted, tenant_of_call
 from router.security.message_size import check_num_values
-from router.turns import others_turn_if_large
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Parse = Callable[[bytes], Any]

@@ -30,11 +30,11 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import BatonError, InvalidRequestError, UnavailableError
-from router.gateway.errors import error_headers, error_json
-from router.gateway.exchange import RELEASE_BODY
 from router.security.bodies import BodyBudget, BodyPace, client_of
 from router.security.config import LimitsConfig
 from router.security.refusals import Refusals
+from router.wire.errors import error_headers, error_json
+from router.wire.exchange import RELEASE_BODY
 
 _RESERVED_FILES = 128  # for pods, gRPC clients and files, of those that the process may open
 _MAX_HEADERS = 256

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from common.errors import BatonError, InvalidRequestError, PermissionDeniedError, UnauthenticatedError
-from router.gateway.exchange import TENANT, Exchange, Receive, Scope, Send
 from router.security.access import AccessControl
+from router.wire.exchange import TENANT, Exchange, Receive, Scope, Send
 
 PROBE_PATHS = frozenset({"/health", "/readyz", "/livez", "/ping"})
 OPEN_PATHS = PROBE_PATHS | {"/version", "/openapi.json"}

@@ -29,7 +29,7 @@ import yaml
 from msgspec import Meta
 
 from common.errors import ConfigError
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
 
 MIN_KEY_CHARS = 16
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from common.errors import InvalidRequestError, OverloadedError
+from router.metrics import SecurityMetrics
 from router.security.buckets import TokenBucket
 from router.security.keys import Quota
-from router.security.metrics import SecurityMetrics
 from router.security.usage import Usage
 
 _WEIGHT_OF_LATEST = 0.2  # in the mean duration

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from common.observability.repeats import RepeatedLine
-from router.security.metrics import HTTP_REFUSALS, SecurityMetrics
+from router.metrics import HTTP_REFUSALS, SecurityMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,14 @@ import os
 import ssl
 
 import grpc
-from prometheus_client import CollectorRegistry
 
 from common.rpc.tls import CertificateFiles, Identity, load_certificate
 from common.watched_files import WatchedFiles
+from router.metrics import SecurityMetrics
 from router.security.access import AccessControl
 from router.security.config import SecurityConfig
 from router.security.http_guard import OPEN_PATHS
 from router.security.key_source import load_keys
-from router.security.metrics import SecurityMetrics
 from router.security.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -28,13 +27,11 @@ _CHECK_INTERVAL_S = 2.0
 class Security:
     """Reads keys, and reads them again while `run` is under way."""
 
-    def __init__(
-        self, config: SecurityConfig, host: str, registry: CollectorRegistry, usage: Usage | None = None
-    ) -> None:
+    def __init__(self, config: SecurityConfig, host: str, metrics: SecurityMetrics, usage: Usage | None = None) -> None:
         """`usage`: where quotas are counted; None: in this process. Raises ConfigError."""
         self._config = config
         keys = load_keys(config.api_keys_file, os.environ)
-        self.metrics = SecurityMetrics(registry)
+        self.metrics = metrics
         self.access = AccessControl(keys, self.metrics, usage)
         self._watched = [WatchedFiles([config.api_keys_file], self._reload_keys)] if config.api_keys_file else []
         self.http_tls: ssl.SSLContext | None = None  # None: plain text

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 
 _POD_PREFIX = "baton_router_pod_"  # figures of pods, of which each worker hears
@@ -49,28 +49,6 @@ def read_families(registry: CollectorRegistry) -> list[Family]:
         )
         for metric in registry.collect()
     ]
-
-
-class WorkerMetrics:
-    """What the parent counts of its workers."""
-
-    def __init__(self, count_ready: Callable[[], int]) -> None:
-        """`count_ready`: how many serve."""
-        self.registry = CollectorRegistry()
-        self.workers = Gauge("baton_router_workers", "Workers of the router that serve.", registry=self.registry)
-        self.workers.set_function(count_ready)
-        self.restarts = Counter(
-            "baton_router_worker_restarts",
-            "Workers that died and were started again.",
-            ["worker"],
-            registry=self.registry,
-        )
-        self.hangs = Counter(
-            "baton_router_worker_hangs",
-            "Workers that were killed because they no longer answered.",
-            ["worker"],
-            registry=self.registry,
-        )
 
 
 class Exposition:

@@ -13,12 +13,11 @@ from prometheus_client import CollectorRegistry
 from common.errors import BatonError, InvalidRequestError
 from common.types import FinishReason
 from router.dispatching.kept import KeptStream, KnownChoice, StreamKey
-from router.gateway.answers import ClusterView, RequestSummary, RequestTimeline
-from router.gateway.cluster_view import view_of_cluster
-from router.gateway.timelines import summaries_of, timeline_of
+from router.fairness.tenant import Tenant
 from router.requests.request import SpeculationCounts
-from router.requests.terms import Tenant
-from router.service import InferenceService
+from router.serving.cluster_view import ClusterView
+from router.serving.service import InferenceService
+from router.timelines.views import RequestSummary, RequestTimeline, summaries_of, timeline_of
 from router.workers.link import Link
 from router.workers.messages import ALIVE, ASK_TIMEOUT_S, METRICS, OTHERS, TAKE_OVER, TAKE_OVER_TIMEOUT_S, Relayed
 from router.workers.metrics import read_families
@@ -151,15 +150,15 @@ class PeerAnswers:
         return self._service.num_under_way
 
     async def _cluster(self, about: bytes) -> object:
-        return view_of_cluster(self._service)
+        return self._service.cluster_view()
 
     async def _requests(self, about: bytes) -> object:
         which = msgspec.msgpack.decode(about, type=_Which)
-        return summaries_of(self._service, which.tenant_name, which.limit, shows_pods=which.shows_pods)
+        return summaries_of(self._service.timelines, which.tenant_name, which.limit, shows_pods=which.shows_pods)
 
     async def _request(self, about: bytes) -> object:
         which = msgspec.msgpack.decode(about, type=_Which)
-        found = timeline_of(self._service, which.request_id, which.tenant_name, shows_pods=which.shows_pods)
+        found = timeline_of(self._service.timelines, which.request_id, which.tenant_name, shows_pods=which.shows_pods)
         return [] if found is None else [found]
 
     async def _abort(self, about: bytes) -> object:

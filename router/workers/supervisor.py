@@ -14,10 +14,12 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from common.errors import BatonError, ConfigError, InvalidRequestError
 from common.observability.logging import log_descriptor_in_use
 from router.config import RouterConfig
+from router.metrics import WorkerMetrics
 from router.security.usage import SharedUsage
 from router.workers.link import Link
 from router.workers.messages import (
@@ -33,7 +35,7 @@ from router.workers.messages import (
     Start,
     StartAnswer,
 )
-from router.workers.metrics import Exposition, Family, WorkerMetrics
+from router.workers.metrics import Exposition, Family
 from router.workers.ports import reserve_port
 from router.workers.shares import share_of
 
@@ -83,7 +85,9 @@ class Supervisor:
         self._have_served: set[int] = set()  # numbers of workers
         self._stopping = asyncio.Event()
         self._exposition = Exposition()
-        self._metrics = WorkerMetrics(lambda: len(self._serving))
+        self._registry = CollectorRegistry()
+        self._metrics = WorkerMetrics(self._registry)
+        self._metrics.workers.set_function(lambda: len(self._serving))
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT. Raises ConfigError if the workers refuse their settings at start, and
@@ -245,7 +249,7 @@ class Supervisor:
     async def _all_metrics(self) -> bytes:
         """Of a worker that does not answer in time, what it said last."""
         await asyncio.gather(*(self._read_metrics(serial, worker) for serial, worker in self._serving.items()))
-        return self._exposition.text(self._metrics.registry)
+        return self._exposition.text(self._registry)
 
     async def _read_metrics(self, serial: int, worker: _Running) -> None:
         """Taken at once, without waiting for other workers: a later answer must not be replaced by an earlier one."""

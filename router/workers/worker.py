@@ -15,8 +15,7 @@ from common.errors import ConfigError, UnavailableError
 from common.observability.captured_output import log_stream
 from common.observability.logging import setup_logging
 from common.rpc.event_loop import UvLoop
-from router.peers import WorkerContext
-from router.runtime import Router, settle_garbage_collection
+from router.runtime import Router, WorkerContext, settle_garbage_collection
 from router.security.usage import SharedUsage
 from router.workers.link import Link
 from router.workers.messages import EXIT_ORPHANED, START, NotStarted, Start, StartAnswer, Started

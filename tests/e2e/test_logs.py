@@ -27,8 +27,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
 from common.pb import admin_pb2, inference_pb2
-from router.gateway.structured import ResponseFormat, StructuredOutputs
-from router.gateway.tools.request import _NamedChoice, _Tool
+from router.gateway.bodies.structured import ResponseFormat, StructuredOutputs
+from router.gateway.bodies.tools import _NamedChoice, _Tool
 from tests.e2e.cluster import Cluster
 
 FORGED = "[router] forged"

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from router.gateway.anthropic_bodies import MessagesBody
-from router.gateway.chat_bodies import ChatBody
-from router.gateway.completion_bodies import CompletionBody
-from router.gateway.responses_bodies import ResponsesBody
-from router.gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from router.gateway.anthropic.bodies import MessagesBody
+from router.gateway.openai.chat_bodies import ChatBody
+from router.gateway.openai.completion_bodies import CompletionBody
+from router.gateway.openai.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from router.gateway.responses.bodies import ResponsesBody
 
 PATHS = [
     "/v1/completions",

@@ -37,6 +37,7 @@ from decode_service.front import DecodeFront
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
 from router.config import RouterConfig
+from router.placing.config import RoutingConfig
 from router.pods.config import HealthConfig
 from router.runtime import Router
 from router.security.config import SecurityConfig
@@ -231,9 +232,7 @@ async def running_cluster(
             model=str(directory),
             prefill=[*(pod.address for pod in prefill), *further_prefill],
             decode=[*(pod.address for pod in decode), *further_decode],
-            remote_prefill="prefer",
-            prefill_policy="round_robin",
-            decode_policy=decode_policy,
+            routing=RoutingConfig(remote_prefill="prefer", prefill_policy="round_robin", decode_policy=decode_policy),
             pod_health=HealthConfig(stall_timeout_s=0),  # a crowded machine may stop an engine for seconds
             tls=tls or ClusterTlsConfig(),
             security=security or SecurityConfig(),

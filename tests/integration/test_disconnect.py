@@ -17,6 +17,7 @@ import pytest
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc.channel import open_channel
 from router.config import RouterConfig
+from router.placing.config import RoutingConfig
 from router.runtime import Router
 from tests.pods import CHUNK, RunningPod, Store, decode_pod, prefill_pod, prompt_of, wait_for
 
@@ -45,7 +46,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     store: Store = {}
     async with prefill_pod(store) as prefill, decode_pod(store) as decode:
         config = RouterConfig(
-            port=0, grpc_port=0, shutdown_grace_s=0.0, remote_prefill="prefer",
+            port=0, grpc_port=0, shutdown_grace_s=0.0, routing=RoutingConfig(remote_prefill="prefer"),
             prefill=[prefill.address], decode=[decode.address],
         )  # fmt: skip
         async with (

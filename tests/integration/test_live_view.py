@@ -16,6 +16,7 @@ from common.pod import cache_view
 from common.pod.runtime import PodRuntime
 from common.rpc.channel import open_channel
 from router.config import RouterConfig
+from router.placing.config import RoutingConfig
 from router.placing.index import PrefixIndex
 from router.pods import Pod
 from router.pods.stats import follow_stats
@@ -100,7 +101,7 @@ async def test_two_routers_answer_correctly_and_each_knows_what_the_other_caused
     prompts = [prompt_of(60, seed=seed) for seed in range(6)]
     expected = [reference_generate(tiny_model_dir("llama"), prompt, MAX_TOKENS) for prompt in prompts]
     async with running_cluster(tmp_path, "llama", num_prefill=2, num_decode=2) as cluster:
-        async with another_router(cluster, prefill_policy="kv_aware", decode_policy="kv_aware") as other:
+        async with another_router(cluster, routing=RoutingConfig(remote_prefill="prefer")) as other:
             for number, prompt in enumerate(prompts):
                 sender, observer = (cluster.router, other) if number % 2 else (other, cluster.router)
                 assert await complete(sender, prompt) == expected[number]

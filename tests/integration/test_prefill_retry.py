@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from router.config import RouterConfig
+from router.placing.config import RoutingConfig
 from router.runtime import Router
 from tests.pods import CHUNK, RunningPod, StepGate, Store, decode_pod, prefill_pod, prompt_of, wait_for
 
@@ -52,7 +53,7 @@ async def cluster(request) -> AsyncIterator[Cluster]:
         decode_pod(store) as decode,
     ):
         config = RouterConfig(
-            port=0, grpc_port=0, shutdown_grace_s=0.0, remote_prefill="prefer",
+            port=0, grpc_port=0, shutdown_grace_s=0.0, routing=RoutingConfig(remote_prefill="prefer"),
             prefill=[first.address, second.address], decode=[decode.address],
         )  # fmt: skip
         async with (

@@ -21,7 +21,6 @@ from common.engine.speculation.history import History
 from common.engine.worker import model_runner
 from common.errors import ConfigError
 from common.types import Constraint, FinishReason, Logprobs, SampledToken, SamplingParams
-from router.gateway.cluster_view import view_of_cluster
 from tests.integration import speculation_rig as rig
 from tests.integration.cluster import running_cluster
 from tests.pods import wait_for
@@ -282,7 +281,7 @@ async def test_eight_streams_have_the_same_texts_and_their_acceptance_is_shown(t
         totals = cluster.decode[0].context.stats.latest.drafts
         view = cluster.router.cluster.decode_pods[0]
         await wait_for(lambda: view.stats is not None and view.stats.drafts.num_verified == totals.num_verified)
-        pods = {pod.role: pod for pod in view_of_cluster(cluster.router.service).pods}
+        pods = {pod.role: pod for pod in cluster.router.service.cluster_view().pods}
     assert found.texts == plain.texts
     assert (plain.num_accepted, plain.num_rejected) == (0, 0)
     assert (found.num_accepted, found.num_rejected) == (totals.num_accepted, totals.num_verified - totals.num_accepted)

@@ -15,6 +15,7 @@ from common.observability.tracing.config import TracingConfig
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc.channel import open_channel
 from router.config import RouterConfig
+from router.placing.config import RoutingConfig
 from router.runtime import Router
 from router.tracing.config import RouterTracingConfig
 from tests.pods import CHUNK, RunningPod, StepGate, decode_pod, prefill_pod, prompt_of, wait_for
@@ -65,7 +66,7 @@ async def traced_cluster(tmp_path: Path, gate: StepGate | None = None) -> AsyncI
         decode_pod(store, tracing=TracingConfig(**settings)) as decode,
     ):
         config = RouterConfig(
-            port=0, grpc_port=0, shutdown_grace_s=0.0, remote_prefill="prefer",
+            port=0, grpc_port=0, shutdown_grace_s=0.0, routing=RoutingConfig(remote_prefill="prefer"),
             prefill=[prefill.address], decode=[decode.address],
             tracing=RouterTracingConfig(**settings, traces_sampling_ratio=0.0),
         )  # fmt: skip

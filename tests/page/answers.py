@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 from playwright.async_api import Page, Route
 
-from router.gateway.answers import ClusterView, RequestList, RequestTimeline
+from router.gateway.operators.timelines import RequestList
+from router.serving.cluster_view import ClusterView
+from router.timelines.views import RequestTimeline
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;b&gt;"
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from router.placing.policies.base import Candidates
 from router.placing.policies.table import Column, PodColumns
-
-if TYPE_CHECKING:
-    from router.placing.policies.base import Candidates
 
 
 def load_of(pods: PodColumns) -> Column:

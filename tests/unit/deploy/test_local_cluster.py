@@ -34,8 +34,8 @@ from deploy.model_download import MODEL_FILES
 from deploy.ports import check_free, pick_ports
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
-from router.requests.model_files import _FILES as ROUTER_FILES
 from router.security.key_source import ENVIRONMENT, load_keys
+from router.serving.model_files import _FILES as ROUTER_FILES
 
 
 def plan(config: ClusterConfig, config_file: Path | None = None) -> ClusterPlan:
@@ -322,7 +322,7 @@ def test_options_of_processes_reach_those_that_have_them(tmp_path: Path) -> None
     planned = plan_cluster(command.config, 8000, 9000, tmp_path, command.config_file, command.passed)
     prefill, decode = (pod.command[5:] for pod in planned.pods)
     router = parse(RouterConfig, planned.router.command[5:], prog="", section="router")
-    assert (router.model, router.remote_prefill, router.admission.max_queued) == ("org/model", "prefer", 7)
+    assert (router.model, router.routing.remote_prefill, router.admission.max_queued) == ("org/model", "prefer", 7)
     assert (router.kv_failure_policy, router.discovery.registry_namespace) == ("fail", "mine")
     sent = parse(PrefillConfig, prefill, prog="", section="prefill")
     assert (sent.transfer_lease_s, sent.announcing.registry_namespace) == (8, "mine")

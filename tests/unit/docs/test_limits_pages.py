@@ -15,9 +15,9 @@ from common.types.constraint import check_constraint
 from common.types.generation import MAX_LOGPROBS
 from common.types.parameters import parameters_of
 from router.config import RouterConfig
-from router.gateway import beams, fields
-from router.gateway.tools.base import MAX_NAME_CHARS
-from router.gateway.tools.json_scanner import MAX_DEPTH
+from router.gateway.bodies import beam_options, fields
+from router.replies.tools.base import MAX_NAME_CHARS
+from router.replies.tools.json_scanner import MAX_DEPTH
 from router.requests import bounds, ids
 from router.security import http_connection, message_size
 from tests.unit.common.engine.grammar.test_compiler import Compiling
@@ -97,7 +97,7 @@ FIELDS: dict[str, list[float | str]] = {
     "fields that are not supported (regex, ...)": [fields._MAX_IDLE_BYTES],
     "logprobs, top_logprobs, prompt_logprobs": [MAX_LOGPROBS],
     "n or best_of with use_beam_search": ["MAX_BEAMS", MAX_LOGPROBS],
-    "length_penalty": [beams._LENGTH_PENALTIES.low, beams._LENGTH_PENALTIES.high],
+    "length_penalty": [beam_options._LENGTH_PENALTIES.low, beam_options._LENGTH_PENALTIES.high],
     "tokens of logit_bias, allowed_token_ids and bad_words together, with several choices": ["MAX_RULED_TOKENS"],
     "log probabilities of an answer with several choices": ["MAX_LOGPROB_VALUES", 1],
     "log probabilities of prompts, also by echo with logprobs": ["MAX_LOGPROB_VALUES", 1],

@@ -90,7 +90,7 @@ def syntax_trees() -> list[ast.Module]:
 def defined_metrics() -> set[str]:
     """Names that the code gives to constructors of metrics."""
     calls = (node for tree in syntax_trees() for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
-    firsts = (call.args[0] for call in calls)
+    firsts = (argument for call in calls for argument in call.args[:2])  # of a table, the kind comes first
     values = (first.value for first in firsts if isinstance(first, ast.Constant) and isinstance(first.value, str))
     return {value for value in values if re.fullmatch(r"baton_(router|pod)_[a-z_]+", value)}
 

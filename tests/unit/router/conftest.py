@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from common.tokenization import Tokenizer
-from router.requests.model_files import resolve_model
+from router.serving.model_files import resolve_model
 from router.testing import FakeDecodePod, FakePrefillPod, fixed_reply
 from tests.unit.router.router_cluster import run_cluster
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import httpx
 
 from router.config import RouterConfig
+from router.placing.config import RoutingConfig
 from router.pods import PodState
 from router.runtime import Router
 
@@ -59,18 +60,15 @@ class RouterCluster:
 
 @asynccontextmanager
 async def run_cluster(prefill=(), decode=(), **settings):
-    """With prefill pods, prompts go there unless the settings say otherwise: tests choose where, not predictions."""
+    """With prefill pods, prompts go there unless the settings, or those of RoutingConfig, say otherwise: tests choose
+    where, not predictions."""
+    routing = {name: settings.pop(name) for name in RoutingConfig.__struct_fields__ if name in settings}
     async with AsyncExitStack() as stack:
         for pod in (*prefill, *decode):
             await stack.enter_async_context(pod)
         config = RouterConfig(
-            **{
-                "port": 0,
-                "grpc_port": 0,
-                "shutdown_grace_s": 0.0,
-                "remote_prefill": "prefer",
-                **settings,
-            },
+            **{"port": 0, "grpc_port": 0, "shutdown_grace_s": 0.0, **settings},
+            routing=RoutingConfig(**{"remote_prefill": "prefer", **routing}),
             prefill=[pod.address for pod in prefill],
             decode=[pod.address for pod in decode],
         )

@@ -14,7 +14,9 @@ from common.errors import (
     UnknownRequestError,
     UnreachableError,
 )
-from router.gateway import answers as routers
+from router.gateway.operators.timelines import RequestList
+from router.serving.cluster_view import ClusterView
+from router.timelines.views import RequestTimeline
 from tests.page.answers import cluster, pod, summary
 
 
@@ -23,9 +25,9 @@ def request(**fields):
 
 
 PAIRS = [
-    (ours.ClusterView, routers.ClusterView),
-    (ours.RequestList, routers.RequestList),
-    (ours.Timeline, routers.RequestTimeline),
+    (ours.ClusterView, ClusterView),
+    (ours.RequestList, RequestList),
+    (ours.Timeline, RequestTimeline),
 ]
 
 

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.errors import OverloadedError, UnattainableError
 from router.admission.admission import Admission, Outlook
 from router.admission.config import AdmissionConfig
-from router.admission.fair_queue import Ticket
 from router.admission.forecast import UNKNOWN, Forecast
 from router.admission.limits import Limits
 from router.admission.room import NO_ROOM, Room
-from router.requests.terms import Tenant
+from router.fairness.queue import Ticket
+from router.fairness.tenant import Tenant
 
 ROOM = Room(1000.0, 1000.0, takes_prompts=True)
 FULL = Room(1000.0, 0.0, takes_prompts=True)

@@ -12,8 +12,9 @@ from common.pb import pods_pb2
 from common.types import FinishReason
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
+from router.fairness.tenant import Tenant
 from router.requests.request import Draft, TokenPrompt
-from router.requests.terms import Tenant, Terms
+from router.requests.terms import Terms
 from router.testing import FakeDecodePod
 
 BODY = {"prompt": [1, 2, 3, 4], "max_tokens": 4, "temperature": 0}

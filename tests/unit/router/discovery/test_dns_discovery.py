@@ -12,7 +12,7 @@ from router.config import RouterConfig
 from router.discovery import Endpoint, StaticDiscovery
 from router.discovery.combined import CombinedDiscovery
 from router.discovery.dns import DnsDiscovery, parse_dns
-from router.discovery.metrics import DiscoveryMetrics
+from router.metrics import DiscoveryMetrics
 
 ENTRY = "dns:decode.svc:8000"
 

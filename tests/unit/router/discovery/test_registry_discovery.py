@@ -13,8 +13,8 @@ from common.cancellation import end_tasks
 from common.errors import UnavailableError
 from common.registry import PodRecord, Reading, RedisRegistry
 from router.discovery import Endpoint
-from router.discovery.metrics import DiscoveryMetrics
 from router.discovery.registry import RegistryDiscovery, RegistryView
+from router.metrics import DiscoveryMetrics
 from tests.redis_server import running_redis
 
 

@@ -8,6 +8,7 @@ from common.errors import ConfigError
 from common.registry import PodRecord, RedisRegistry
 from router.config import RouterConfig
 from router.discovery.config import DiscoveryConfig
+from router.placing.config import RoutingConfig
 from router.runtime import Router
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.redis_server import running_redis
@@ -64,5 +65,6 @@ async def test_a_router_needs_somebody_or_a_place_to_look():
     Router(RouterConfig(decode=["dns:decode.svc:8000"]))
     with pytest.raises(ConfigError, match="--registry"):
         Router(RouterConfig(discovery=DiscoveryConfig(registry="http://nowhere")))
-    assert RouterConfig(remote_prefill="always", discovery=DiscoveryConfig(registry="redis://a")).may_have_prefill_pods
+    always = RoutingConfig(remote_prefill="always")
+    assert RouterConfig(routing=always, discovery=DiscoveryConfig(registry="redis://a")).may_have_prefill_pods
     assert not RouterConfig(decode=["a:1"]).may_have_prefill_pods

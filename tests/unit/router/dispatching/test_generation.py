@@ -14,8 +14,8 @@ from common.pb import pods_pb2, pods_pb2_grpc
 from common.types import FinishReason
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
+from router.fairness.tenant import Tenant
 from router.pods.config import HealthConfig
-from router.requests.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod, _PrefillServicer
 from tests.fuzz.lying_pods import LyingDecodePod, LyingPrefillPod
 from tests.unit.router.dispatching.test_survival import on_a_draining_pod, started, until

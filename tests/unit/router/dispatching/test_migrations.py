@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.dispatching.attempts import Attempts, Backoff
-from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.migrations import MigrationLine
+from router.metrics import SurvivalMetrics
 
 
 def test_attempts_without_a_token_are_bounded():

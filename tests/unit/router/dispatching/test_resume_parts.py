@@ -14,11 +14,10 @@ from prometheus_client import CollectorRegistry
 from common.errors import InvalidRequestError
 from common.types import FinishReason, SamplingParams
 from router.dispatching.kept import KnownChoice, ResumableStreams, ResumedElsewhereError, StreamKey
-from router.dispatching.metrics import SurvivalMetrics
 from router.dispatching.text_generation import TextGeneration
 from router.dispatching.token_log import OutputDelta
-from router.gateway.completion_bodies import parse_completion
-from router.gateway.resume import (
+from router.fairness.tenant import Tenant
+from router.gateway.answering.resume import (
     EventId,
     Position,
     Stream,
@@ -28,8 +27,9 @@ from router.gateway.resume import (
     parse_event_id,
     resumption_of,
 )
+from router.gateway.openai.completion_bodies import parse_completion
+from router.metrics import SurvivalMetrics
 from router.requests.request import Resumption, SpeculationCounts
-from router.requests.terms import Tenant
 from router.testing import fake_logprobs
 
 DIGEST = bytes(range(12))

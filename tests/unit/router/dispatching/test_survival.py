@@ -11,8 +11,8 @@ from common.errors import BatonError, OverloadedError, UnavailableError
 from common.pb import pods_pb2
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.migrations import MAX_CONCURRENT_MIGRATIONS
+from router.fairness.tenant import Tenant
 from router.pods import DecodeSession, PodState
-from router.requests.terms import Tenant
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.dispatching.test_two_legs import BODY, TOKENS, Stream, text  # noqa: F401  (a fixture)
 

@@ -16,14 +16,15 @@ from common.types import ExtraKey, hash_prompt, root_hash
 from router.admission.config import AdmissionConfig
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.generation import Generation
+from router.fairness.tenant import Tenant
 from router.gateway import completions
 from router.gateway import endpoint as endpoint_module
-from router.gateway.exchange import TENANT
 from router.pods import DecodeSession
 from router.requests.ids import RunningIds
 from router.requests.request import Draft, TokenPrompt
-from router.requests.terms import Tenant, Terms
+from router.requests.terms import Terms
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply, fixed_reply
+from router.wire.exchange import TENANT
 
 PROMPT = [600, 601, 602]  # followed by tokens that are whole words
 LONG_PROMPT = [600] * 1000
@@ -453,7 +454,7 @@ async def test_a_slow_client_gets_merged_deltas(start_cluster):
     async with service.run([request]) as run:
         (generation,) = run.generations
         async with asyncio.timeout(30):
-            while generation.generation._finish_reason is None:  # noqa: ASYNC110
+            while not generation.generation.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         deltas = [delta async for delta in generation]
     assert [delta.token_ids for delta in deltas] == [TOKENS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import pytest_asyncio
 
-from router.gateway.completion_bodies import CompletionBody
+from router.gateway.openai.completion_bodies import CompletionBody
 from router.testing import FakeDecodePod
 from tests.unit.router.router_cluster import run_cluster
 

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.encoded import EncodedList, encode_parts
+from router.gateway.answering.encoded import EncodedList, encode_parts
 
 
 @given(lists=st.lists(st.lists(st.lists(st.text("\0a,[é\u2028"), max_size=3), max_size=4), max_size=4))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from common.errors import UnavailableError
 from router.dispatching.text_generation import TextDelta
-from router.gateway.chunks import ChatFormat, CompletionFormat
-from router.gateway.errors import error_json
+from router.gateway.openai.chunks import ChatFormat, CompletionFormat
 from router.testing import FakeDecodePod
+from router.wire.errors import error_json
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError, OverloadedError
-from router.gateway.anthropic_bodies import parse_messages
-from router.gateway.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
-from router.gateway.responses_bodies import parse_responses
+from router.gateway.anthropic.bodies import parse_messages
+from router.gateway.bodies.field_names import CHAT_NAMES, MESSAGES_NAMES, RESPONSES_NAMES, FieldNames
+from router.gateway.responses.bodies import parse_responses
 from tests.unit.router.gateway.test_tools_http import HERMES, start
 
 __all__ = ["start"]

@@ -7,16 +7,16 @@ import pytest
 import pytest_asyncio
 
 from common.types import SamplingParams
-from router.gateway import api_page
-from router.gateway.chat_bodies import ChatBody
-from router.gateway.completion_bodies import CompletionBody
-from router.gateway.fields import (
+from docs_site import api_page
+from router.gateway.bodies.fields import (
     IGNORED_BY_BOTH,
     IGNORED_BY_CHATS,
     REFUSED_BY_BOTH,
     REFUSED_BY_CHATS,
     REFUSED_BY_COMPLETIONS,
 )
+from router.gateway.openai.chat_bodies import ChatBody
+from router.gateway.openai.completion_bodies import CompletionBody
 from router.testing import FakeDecodePod
 from tests.unit.router.router_cluster import run_cluster
 

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.errors import from_rpc_error
-from router.gateway import grpc_servicer
+from router.gateway.grpc import servicer as grpc_servicer
 from router.testing import FakeDecodePod, FakePrefillPod
 
 

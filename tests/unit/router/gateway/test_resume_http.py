@@ -227,7 +227,7 @@ async def test_a_stream_that_was_complete_when_it_broke_needs_no_pod(start_clust
         decode.live.pop(waiting._legs.decode.request_id)
         waiting._legs.decode.session.abort(waiting._legs.decode.request_id)  # it hears nothing any more
         await decode.allow(None if stop_at is None else stop_at + 1)
-        await until(lambda: finishing._finish_reason is not None)
+        await until(lambda: finishing.is_over)
     await until(lambda: cluster.metric("baton_router_num_streams_kept") == 1)
     await decode.allow(None)
     after = await ask(cluster.client, COMPLETIONS, body, before[-1].id)

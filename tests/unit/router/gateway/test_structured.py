@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.types import Constraint, ConstraintKind
-from router.gateway.chat_bodies import parse_chat
+from router.gateway.openai.chat_bodies import parse_chat
 from router.requests.terms import Terms
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -12,8 +12,8 @@ from common.errors import InvalidRequestError
 from common.tokenization import Tokenizer
 from common.tokenization.chat import ChatTemplate
 from common.types import Constraint, SamplingParams
-from router.gateway.anthropic_bodies import parse_messages
-from router.gateway.reply import ReplyOptions, ReplyParsing
+from router.gateway.anthropic.bodies import parse_messages
+from router.replies.reply import ReplyOptions, ReplyParsing
 from router.requests.request import ChatPrompt, Draft, GenerationRequest, TextPrompt
 from router.requests.terms import Terms
 

@@ -20,7 +20,7 @@ from common.types import SamplingParams, constraint
 from common.types.parameters import parameters_of
 from router.dispatching import generation
 from router.gateway import completions
-from router.gateway.encoded import EncodedList
+from router.gateway.answering.encoded import EncodedList
 from router.requests import bounds
 from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry
 from common.pb import common_pb2, inference_pb2, inference_pb2_grpc
 from common.rpc.errors import from_rpc_error
 from common.types import root_hash
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
+from router.fairness.turns import others_turn
 from router.security.config import SecurityConfig
 from router.security.runtime import Security
 from router.testing import FakeDecodePod
-from router.turns import others_turn
 from tests.fuzz.raw_http import Wire
 from tests.unit.router.security.conftest import ALICE, BOB, bearer
 

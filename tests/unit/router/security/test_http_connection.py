@@ -12,10 +12,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from uvicorn.server import ServerState
 
+from router.metrics import SecurityMetrics
 from router.security.bodies import BodyBudget
 from router.security.config import LimitsConfig
 from router.security.http_connection import bounded_connections
-from router.security.metrics import SecurityMetrics
 from router.security.refusals import Refusals
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.fuzz.raw_http import RawAnswer, Wire

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from common.errors import ConfigError, InvalidRequestError
-from router.requests.terms import Tenant
+from router.fairness.tenant import Tenant
 from router.security.key_source import ENVIRONMENT, load_keys
 from router.security.keys import KeyTable, generate_key, parse_key_file, parse_key_list
 

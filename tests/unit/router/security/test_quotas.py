@@ -14,9 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import InvalidRequestError, OverloadedError
+from router.metrics import SecurityMetrics
 from router.security.buckets import TokenBucket
 from router.security.keys import Quota
-from router.security.metrics import SecurityMetrics
 from router.security.quotas import Account
 from router.security.usage import LocalUsage, SharedUsage
 
@@ -309,7 +309,7 @@ STOPPED_WHILE_COUNTING = f"""
 import os, signal, sys
 from prometheus_client import CollectorRegistry
 from router.security.keys import Quota
-from router.security.metrics import SecurityMetrics
+from router.metrics import SecurityMetrics
 from router.security.quotas import Account
 from router.security.usage import SharedUsage
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.pods.health_metrics import PodHealthMetrics
+from router.metrics import PodHealthMetrics
 from router.workers.metrics import Exposition, read_families
 
 
@@ -15,9 +15,10 @@ def worker(requests=0, *, latency=1.0, inflight=0, pod_tokens=0, pod_ready=1, ej
     Counter("baton_router_requests", "-", ["kind"], registry=registry).labels(label).inc(requests)
     Histogram("baton_router_latency", "-", registry=registry, buckets=(1, 10)).observe(latency)
     Gauge("baton_router_inflight", "-", registry=registry).set(inflight)
-    Gauge("baton_router_pod_ready", "-", registry=registry).set(pod_ready)
     Counter("baton_router_pod_tokens", "-", registry=registry).inc(pod_tokens)
-    PodHealthMetrics(registry).ejections.labels("decode", "pod", "errors").inc(ejections)
+    pods = PodHealthMetrics(registry)
+    pods.ready.labels("decode", "pod").set(pod_ready)
+    pods.ejections.labels("decode", "pod", "errors").inc(ejections)
     return read_families(registry)
 
 
@@ -55,7 +56,7 @@ def test_figures_of_pods_are_said_once(exposition):
     exposition.update(1, worker(pod_tokens=100))
     exposition.update(2, worker(pod_tokens=120, pod_ready=0))
     found = samples(exposition)
-    assert (found["pod_tokens_total",], found["pod_ready",]) == (120, 0)
+    assert (found["pod_tokens_total",], found["pod_ready", "pod", "decode"]) == (120, 0)
 
 
 def test_sums_do_not_fall_when_workers_die(exposition):

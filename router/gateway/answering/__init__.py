@@ -1,0 +1,1 @@
+"""What answers of several fronts have in common: choices, beams, formats, streams that clients resume."""

@@ -1,0 +1,1 @@
+"""What bodies of requests have in common, whichever front they come through."""

@@ -1,0 +1,59 @@
+"""The gRPC front for operators: baton.v1.Admin."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from common.pb import admin_pb2, admin_pb2_grpc
+from common.rpc.errors import rpc_errors
+from router.fairness.tenant import Tenant
+from router.security.access import AccessControl
+from router.security.grpc_guard import tenant_of_call
+from router.serving.service import InferenceService
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """Calls Administration for those with an operator's key."""
+
+    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+        """Its calls come through an ApiKeyInterceptor."""
+        self._service = service
+        self._access = access
+
+    async def DrainPod(  # noqa: N802
+        self, request: admin_pb2.DrainPodRequest, context: _Context
+    ) -> admin_pb2.DrainPodResponse:
+        """The pod takes no new requests."""
+        async with self._operator(context) as operator:
+            num_unfinished = await self._service.administration.drain(request.address, operator)
+        return admin_pb2.DrainPodResponse(num_unfinished=num_unfinished)
+
+    async def UndrainPod(  # noqa: N802
+        self, request: admin_pb2.UndrainPodRequest, context: _Context
+    ) -> admin_pb2.UndrainPodResponse:
+        """The pod takes requests again."""
+        async with self._operator(context) as operator:
+            await self._service.administration.undrain(request.address, operator)
+        return admin_pb2.UndrainPodResponse()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: admin_pb2.ResetPrefixCacheOfPodsRequest, context: _Context
+    ) -> admin_pb2.ResetPrefixCacheOfPodsResponse:
+        """All pods forget their prefix caches."""
+        async with self._operator(context) as operator:
+            addresses = await self._service.administration.reset_prefix_caches(operator)
+        return admin_pb2.ResetPrefixCacheOfPodsResponse(addresses=addresses)
+
+    @asynccontextmanager
+    async def _operator(self, context: _Context) -> AsyncIterator[Tenant]:
+        """Errors become statuses, and are counted."""
+        async with rpc_errors(context), self._service.counted_errors():
+            tenant = tenant_of_call()
+            self._access.check_operator(tenant)
+            yield tenant

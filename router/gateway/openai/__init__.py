@@ -1,0 +1,1 @@
+"""OpenAI's API: completions, chats, the tokenizer. Other fronts turn their requests into its chats."""

@@ -1,0 +1,1 @@
+"""What operators ask for, and clients about their own requests."""

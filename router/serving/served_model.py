@@ -1,0 +1,89 @@
+"""One of the models that a router serves: its tokenizer, its sampling defaults, its pods and its queue."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from common.generation_config import SamplingDefaults
+from common.tokenization import Tokenizer
+from router.admission.admission import Admission
+from router.admission.gate import Gate
+from router.config import RouterConfig
+from router.dispatching.dispatcher import Dispatcher
+from router.metrics import RouterMetrics
+from router.pods import ModelPods
+from router.replies.reply import ReplyParsing
+from router.requests.preprocess import Preprocessor
+from router.requests.request import Draft, GenerationRequest
+
+
+class ModelSource(NamedTuple):
+    """What the router has read of a model."""
+
+    names: tuple[str, ...]  # the first is in answers, the others are aliases
+    location: str  # directory or hub id; empty: the demo model
+    tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
+    parsing: ReplyParsing
+
+
+class ServedModel:
+    """What requests for one model go through. Close it."""
+
+    def __init__(
+        self,
+        model_id: int,
+        source: ModelSource,
+        pods: ModelPods,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+    ) -> None:
+        """`model_id` is unique in this process, unlike names; `pods` are those of the cluster that serve it."""
+        self.model_id = model_id
+        self.name = source.names[0]
+        self.names = source.names
+        self.location = source.location
+        self.tokenizer = source.tokenizer
+        self.parsing = source.parsing
+        self.pods = pods
+        self.metrics = metrics.generations.of(self.name)
+        self.preprocessor = Preprocessor(
+            source.tokenizer,
+            pods,
+            self.metrics,
+            model_id=model_id,
+            timeout_s=config.request_timeout_s,
+            kv_failure_policy=config.kv_failure_policy,
+            sampling_defaults=source.sampling_defaults,
+            max_prompt_tokens=config.limits.max_prompt_tokens,
+        )
+        routing = config.routing if config.may_have_prefill_pods else replace(config.routing, remote_prefill="never")
+        self.dispatcher = Dispatcher(pods, routing, config.survival, self.metrics, metrics)
+        self.gate = Gate(
+            Admission(config.admission),
+            self.dispatcher,
+            metrics.queues.of(self.name),
+            pod_wait_s=config.survival.pod_wait_s,
+        )
+        pods.prefill_table.on_change(self.gate.wake)
+        pods.decode_table.on_change(self.gate.wake)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer; 0 while no decode pod is ready."""
+        return self.pods.max_model_len
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The model's fingerprint; empty until a pod has told it."""
+        return b"" if self.pods.facts is None else self.pods.facts.fingerprint
+
+    async def prepare(self, draft: Draft) -> GenerationRequest:
+        """Raises as Preprocessor.prepare does."""
+        return await self.preprocessor.prepare(draft)
+
+    def close(self) -> None:
+        """Release threads. Idempotent."""
+        self.preprocessor.close()
