@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional
 
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.quantization.int8 import Int8Linear
@@ -110,8 +111,9 @@ def write_counting(source: Path, directory: Path) -> None:
     stay and cost what they do, but what they add to embeddings as large as these decides nothing."""
     _start_checkpoint(source, directory, {"tie_word_embeddings": False})
     tensors = load_file(source / _WEIGHTS)
-    embeddings = tensors[_EMBEDDINGS]
-    tensors |= {_EMBEDDINGS: embeddings * 1000, "lm_head.weight": embeddings.roll(1, 0)}
+    own = tensors[_EMBEDDINGS]
+    directions = functional.normalize(torch.randn(own.shape, generator=torch.Generator().manual_seed(0))).to(own.dtype)
+    tensors |= {_EMBEDDINGS: directions * 1000, "lm_head.weight": directions.roll(1, 0)}
     save_file(tensors, directory / _WEIGHTS, {"format": "pt"})
 
 

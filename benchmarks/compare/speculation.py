@@ -14,7 +14,7 @@ from benchmarks.compare.offline import FIRST_WORD, Measure
 from benchmarks.compare.side import Generation
 
 SIDES = {"baton": ("baton", "baton_ngram"), "vllm": ("vllm", "vllm_ngram")}  # without and with
-_PROMPT_TOKENS, _OUTPUT_TOKENS = 200, 64
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 128, 64
 
 
 def _measure(batch: int, changed: int) -> Measure:
