@@ -22,6 +22,8 @@ bfloat16: other tokens are to be expected. Sides of transformers take no part.
     prefill         prompt tokens per second of one prompt of 1,024 tokens
     offline         output tokens per second of 32 prompts of 256 tokens with 64 tokens each, prefill included
     serving         `baton up` and `vllm serve` over HTTP, with `baton bench serve` as the client
+    speculation     output tokens per second of decoding while answers repeat prompts of 128 tokens of which some are
+                    changed, with n-gram speculation and without, on Baton and vLLM
 
 What the machine could do at most is measured in the same run: its memory's speed, and that of packed matrix products.
 """
@@ -33,14 +35,15 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of
+from benchmarks.compare import offline, speculation
+from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
 from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
-from benchmarks.compare.offline import Row, measure_model
+from benchmarks.compare.offline import Measure, Row, measure_model
 from benchmarks.compare.peers import MAIN_NAMES, NAMES, SideError, python_of
-from benchmarks.compare.report import format_page, format_row, format_serving, plot
+from benchmarks.compare.report import format_page, format_row, format_serving, format_speculation, plot
 from benchmarks.compare.serving import LOADS, ServingRow, measure_serving
 from benchmarks.engine import describe_machine, make_random_model
 from benchmarks.grammar import write_tokenizer
@@ -48,6 +51,9 @@ from common.demo_model import demo_model_path
 
 _QUICK_REPEATS, _REPEATS = 1, 5
 _MODELS = ["0.6B", "8B"] if ON_GPU else ["demo", "100M", "0.6B"]
+_SECTIONS = {"offline": _MODELS, "serving": ["100M"]}
+if not ON_GPU:  # whose memory is shared out between one engine of Baton and one of vLLM
+    _SECTIONS["speculation"] = ["0.6B"]
 _DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8"]
 
 
@@ -59,33 +65,41 @@ def main() -> int:
     names = [name for name in sides if python_of(name)]
     if missing := set(sides) - set(names):
         print(f"not installed: {', '.join(missing)}; `make peers` installs vLLM", file=sys.stderr)
-    models = args.models or (_MODELS[:2] if args.quick else _MODELS)
+    sections = args.sections or (["offline"] if args.quick else _SECTIONS)
+    models = {section: args.models or _SECTIONS[section][: 2 if args.quick else None] for section in sections}
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
     machine = describe_machine()
     dtypes = args.dtypes or [name for name in _DTYPES if not (args.quick and name == "int8")]
     precisions = [PRECISIONS[name] for name in dtypes]
     limits = {precision.name: measure_limits(precision.dtype) for precision in precisions}
     rows: list[Row] = []
+    speculating: list[Row] = []
     serving: list[ServingRow] = []
     with tempfile.TemporaryDirectory() as scratch:
         logs = Path(scratch)
-        for model in models:
+        for model in models.get("offline", ()):
             directory = _directory(model, logs)
-            for precision in precisions:
-                for row in _offline(model, directory, precision, names, repeats, limits[precision.name], logs):
-                    print(format_row(row), flush=True)
-                    rows.append(row)
-        if not args.quick or args.serving:
-            serving = _serving(args.serving or ["100M"], precisions, names, args.serving_repeats, logs)
+            for row in _measure(model, directory, precisions, names, offline.MEASURES, repeats, limits, logs):
+                print(format_row(row), flush=True)
+                rows.append(row)
+        for model in models.get("speculation", ()):
+            directory = _counting(model, logs)
+            engines = [side for name in names for side in speculation.SIDES.get(name, ())]
+            for row in _measure(model, directory, precisions, engines, speculation.MEASURES, repeats, limits, logs):
+                print(format_speculation(row), flush=True)
+                speculating.append(row)
+        if "serving" in models:
+            serving = _serving(models["serving"], precisions, names, args.serving_repeats, logs)
     if args.markdown:
         drawing = args.markdown.with_suffix(".svg")
-        args.markdown.write_text(format_page(machine, limits, names, rows, serving, drawing.name))
+        args.markdown.write_text(format_page(machine, limits, names, rows, speculating, serving, drawing.name))
         drawing.write_text(plot(rows, names))
     if args.json:
         found = {
             "machine": machine,
             "limits": {precision: each._asdict() for precision, each in limits.items()},
             "offline": [row._asdict() for row in rows],
+            "speculation": [row._asdict() for row in speculating],
             "serving": [row._asdict() for row in serving],
         }
         args.json.write_text(json.dumps(found, indent=2) + "\n")
@@ -97,11 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small models, one repeat, no servers: under 10 minutes")
-    parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_MODELS}")
+    parser.add_argument("--sections", nargs="+", choices=_SECTIONS, help="default: all; with --quick offline")
+    parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_SECTIONS}")
     parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, help=f"default: {_DTYPES}; with --quick no int8")
     parser.add_argument("--sides", nargs="+", choices=NAMES, help=f"default: all; with --quick {MAIN_NAMES}")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
-    parser.add_argument("--serving", nargs="+", choices=["demo", "100M", "0.6B"], help="models to serve; default: 100M")
     parser.add_argument("--serving-repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here, and a plot beside it")
@@ -118,20 +132,34 @@ def _directory(model: str, scratch: Path) -> Path:
     return directory
 
 
+def _counting(model: str, scratch: Path) -> Path:
+    directory = scratch / f"{model}-counting"
+    write_counting(_directory(model, scratch), directory)
+    return directory
+
+
 def _checkpoints(directory: Path, precision: Precision, names: Sequence[str], scratch: Path) -> dict[str, Checkpoint]:
     """Of the sides that take part, in their order."""
     return {name: checkpoint_of(name, directory, precision, scratch) for name in names if precision.suits(name)}
 
 
-def _offline(
-    model: str, directory: Path, precision: Precision, names: Sequence[str], repeats: int, limits: Limits, scratch: Path
+def _measure(
+    model: str,
+    directory: Path,
+    precisions: Sequence[Precision],
+    names: Sequence[str],
+    measures: Sequence[Measure],
+    repeats: int,
+    limits: Mapping[str, Limits],
+    scratch: Path,
 ) -> Iterator[Row]:
-    checkpoints = _checkpoints(directory, precision, names, scratch)
-    try:
-        work = work_of(directory, precision)
-        yield from measure_model(model, precision.name, checkpoints, repeats, work, limits, scratch)
-    except SideError as error:
-        print(f"{model} {precision.name}: {error}", file=sys.stderr)
+    for precision in precisions:
+        checkpoints = _checkpoints(directory, precision, names, scratch)
+        work, limit = work_of(directory, precision), limits[precision.name]
+        try:
+            yield from measure_model(model, precision.name, checkpoints, measures, repeats, work, limit, scratch)
+        except SideError as error:
+            print(f"{model} {precision.name}: {error}", file=sys.stderr)
 
 
 def _serving(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from benchmarks.compare.side import serve
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
@@ -42,13 +43,18 @@ class Baton:
         return list(tokens.values())
 
 
-def load(directory: str, dtype: str, quantization: str | None = None, *, batch_invariant: bool = False) -> Baton:
-    """The side with a model."""
-    return Baton(InprocClient(offline_config(directory, dtype, quantization, batch_invariant=batch_invariant)))
+def load(directory: str, dtype: str, quantization: str | None = None, **options: Any) -> Baton:
+    """The side with a model. `options`: those of `offline_config`."""
+    return Baton(InprocClient(offline_config(directory, dtype, quantization, **options)))
 
 
 def offline_config(
-    directory: str, dtype: str, quantization: str | None = None, *, batch_invariant: bool = False
+    directory: str,
+    dtype: str,
+    quantization: str | None = None,
+    *,
+    batch_invariant: bool = False,
+    speculative: str | None = None,
 ) -> EngineConfig:
     """As for offline generation: no stream waits for a step."""
     return EngineConfig(
@@ -57,6 +63,7 @@ def offline_config(
             enable_prefix_caching=False, memory_fraction=_SHARE_OF_GPU if torch.cuda.is_available() else None
         ),
         scheduler=SchedulerConfig(target_itl_ms=None),
+        speculation=SpeculationConfig(speculative=speculative),
     )
 
 

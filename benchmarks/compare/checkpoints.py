@@ -9,17 +9,20 @@ is.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional
 
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.quantization.int8 import Int8Linear
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_EMBEDDINGS = "model.embed_tokens.weight"
 _LINEAR = "_proj.weight"  # how the names of linear layers end, in models of the Llama kind
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _COMPRESSED_TENSORS = {
@@ -80,7 +83,7 @@ class Checkpoint(NamedTuple):
 
 def checkpoint_of(side: str, directory: Path, precision: Precision, scratch: Path) -> Checkpoint:
     """A model's checkpoint for one of the sides; written to `scratch` if it is one of its own and is not there yet."""
-    if side != "vllm" or precision.quantization is None:
+    if not side.startswith("vllm") or precision.quantization is None:
         return Checkpoint(directory, precision.dtype, precision.quantization)
     quantized = scratch / f"{directory.name}-int8"
     if not quantized.exists():
@@ -90,12 +93,7 @@ def checkpoint_of(side: str, directory: Path, precision: Precision, scratch: Pat
 
 def write_int8(source: Path, directory: Path) -> None:
     """Writes a model whose weights are in one file to a new directory, the weights of its layers in int8."""
-    directory.mkdir()
-    for path in source.iterdir():
-        if path.name not in (_CONFIG, _WEIGHTS):
-            (directory / path.name).symlink_to(path.resolve())
-    config = json.loads((source / _CONFIG).read_text())
-    (directory / _CONFIG).write_text(json.dumps({**config, "quantization_config": _COMPRESSED_TENSORS}))
+    _start_checkpoint(source, directory, {"quantization_config": _COMPRESSED_TENSORS})
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(source / _WEIGHTS).items():
         if not name.endswith(_LINEAR):
@@ -106,3 +104,24 @@ def write_int8(source: Path, directory: Path) -> None:
         rounded = Int8Linear.of(layer)
         tensors |= {name: rounded.integers, f"{name}_scale": rounded.scale[:, None]}
     save_file(tensors, directory / _WEIGHTS, {"format": "pt"})
+
+
+def write_counting(source: Path, directory: Path) -> None:
+    """Writes a model whose weights are in one file to a new directory, so that token t + 1 follows token t. Its layers
+    stay and cost what they do, but what they add to embeddings as large as these decides nothing."""
+    _start_checkpoint(source, directory, {"tie_word_embeddings": False})
+    tensors = load_file(source / _WEIGHTS)
+    own = tensors[_EMBEDDINGS]
+    directions = functional.normalize(torch.randn(own.shape, generator=torch.Generator().manual_seed(0))).to(own.dtype)
+    tensors |= {_EMBEDDINGS: directions * 1000, "lm_head.weight": directions.roll(1, 0)}
+    save_file(tensors, directory / _WEIGHTS, {"format": "pt"})
+
+
+def _start_checkpoint(source: Path, directory: Path, changed: Mapping[str, object]) -> None:
+    """All but the weights, with these fields of the configuration."""
+    directory.mkdir()
+    for path in source.iterdir():
+        if path.name not in (_CONFIG, _WEIGHTS):
+            (directory / path.name).symlink_to(path.resolve())
+    config = json.loads((source / _CONFIG).read_text())
+    (directory / _CONFIG).write_text(json.dumps({**config, **changed}))

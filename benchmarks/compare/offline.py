@@ -16,9 +16,12 @@ from benchmarks.compare.peers import Side
 from benchmarks.compare.side import Generation
 
 _CONTEXT, _DECODED = 128, 48
-_WARM_UP_TOKENS = 4
-_FIRST_WORD = 3  # tokens below may be special
+FIRST_WORD = 3  # tokens below may be special
 _REST_S = 0.5  # before each turn: threads of the side before go on spinning, those of Intel's OpenMP for 0.2 s
+
+
+def _random_prompt(source: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
+    return [source.randrange(FIRST_WORD, vocab_size) for _ in range(num_tokens)]
 
 
 class Measure(NamedTuple):
@@ -32,6 +35,8 @@ class Measure(NamedTuple):
     output_tokens: int
     figure: Callable[[Generation], float]
     limit: Callable[[Work, Limits], float]  # the best that the machine could do
+    warm_up_tokens: int = 4
+    prompt: Callable[[random.Random, int, int], list[int]] = _random_prompt  # from vocabulary and length
 
 
 def _decode(batch: int) -> Measure:
@@ -98,18 +103,19 @@ def measure_model(
     model: str,
     precision: str,
     checkpoints: Mapping[str, Checkpoint],
+    measures: Sequence[Measure],
     repeats: int,
     work: Work,
     limits: Limits,
     logs: Path,
 ) -> Iterator[Row]:
-    """All measures of one model, on the sides that have a checkpoint of it. Raises SideError."""
+    """Measures of one model, on the sides that have a checkpoint of it. Raises SideError."""
     with ExitStack() as stack:
         sides = [
             stack.enter_context(Side(name, checkpoint, logs / f"{name}.log"))
             for name, checkpoint in checkpoints.items()
         ]
-        for measure in MEASURES:
+        for measure in measures:
             yield _measure(model, precision, measure, sides, repeats, work.vocab_size, measure.limit(work, limits))
 
 
@@ -120,11 +126,8 @@ def _measure(
     same = {side.name: True for side in sides}
     for repeat in range(repeats + 1):  # the first sets things up
         source = random.Random(repeat)
-        prompts = [
-            [source.randrange(_FIRST_WORD, vocab_size) for _ in range(measure.prompt_tokens)]
-            for _ in range(measure.num_prompts)
-        ]
-        num_tokens = measure.output_tokens if repeat else min(measure.output_tokens, _WARM_UP_TOKENS)
+        prompts = [measure.prompt(source, vocab_size, measure.prompt_tokens) for _ in range(measure.num_prompts)]
+        num_tokens = measure.output_tokens if repeat else min(measure.output_tokens, measure.warm_up_tokens)
         shift = repeat % len(sides)  # no side is always the first
         generations = {}
         for side in (*sides[shift:], *sides[:shift]):

@@ -36,7 +36,7 @@ class Python(NamedTuple):
 
 def python_of(name: str) -> Python | None:
     """Where a side runs; None if it is not installed."""
-    if name != "vllm":
+    if not name.startswith("vllm"):
         return Python(sys.executable, {})
     interpreter = PEERS / "bin" / "python"
     if interpreter.exists():

@@ -16,6 +16,8 @@ _TITLES = {
     "transformers": "transformers",
     "generate_batch": "generate_batch",
     "invariant": "batch-invariant",
+    "baton_ngram": "Baton, n-gram",
+    "vllm_ngram": "vLLM, n-gram",
 }
 _COLOURS = {
     "baton": "#2f6fde",
@@ -74,6 +76,21 @@ def format_serving(row: ServingRow) -> list[str]:
     return lines
 
 
+def format_speculation(row: Row) -> str:
+    """One line of a table: figures of each side, and ratios of those of the same turn."""
+    cells = [_spread(figures) for figures in row.figures.values()]
+    for pair in _ratios(row):
+        turns = zip(*(row.figures[name] for name in pair), strict=True)
+        cells.append(_spread([above / below for above, below in turns]))
+    cells.append(_tokens(row))
+    return f"| {row.model} | {row.precision} | {row.measure} | {' | '.join(cells)} |"
+
+
+def _ratios(row: Row) -> list[tuple[str, str]]:
+    pairs = (("baton_ngram", "baton"), ("vllm_ngram", "vllm"), ("baton_ngram", "vllm_ngram"))
+    return [pair for pair in pairs if row.figures.keys() >= set(pair)]
+
+
 def _spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.4g} [{min(values):.4g}, {max(values):.4g}]"
 
@@ -93,6 +110,7 @@ def format_page(
     limits: Mapping[str, Limits],
     names: Sequence[str],
     rows: Sequence[Row],
+    speculating: Sequence[Row],
     serving: Sequence[ServingRow],
     drawing: str,
 ) -> str:
@@ -130,6 +148,12 @@ def format_page(
         + f" | {100 * share_of_limit(row):.0f} % | {_tokens(row)} |"
         for row in rows
     ]
+    if speculating:
+        columns = [_TITLES[name] for name in speculating[0].figures]
+        columns += [f"{_TITLES[above]} / {_TITLES[below]}" for above, below in _ratios(speculating[0])]
+        lines += ["", "## Speculation", "", f"| model | type | tokens/s | {' | '.join(columns)} | same tokens |"]
+        lines.append("|---" * (4 + len(columns)) + "|")
+        lines += map(format_speculation, speculating)
     if serving:
         sides = " | ".join(_TITLES[name] for name in serving[0].figures)
         lines += ["", "## Serving", "", f"| model | type | load | figure | unit | {sides} | Baton / vLLM |"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, as Baton's is
 
@@ -16,9 +17,9 @@ _SHARE_OF_GPU = 0.4  # model included: the sides share one device
 
 
 class Vllm:
-    """See Generator."""
+    """See Generator. `options`: further ones of vLLM's `LLM`."""
 
-    def __init__(self, directory: str, dtype: str) -> None:
+    def __init__(self, directory: str, dtype: str, **options: Any) -> None:
         llm = LLM(
             model=directory,
             dtype=dtype,
@@ -26,6 +27,7 @@ class Vllm:
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             **({"gpu_memory_utilization": _SHARE_OF_GPU} if torch.cuda.is_available() else {}),
+            **options,
         )
         self._engine = llm.llm_engine
         self._num_requests = 0

@@ -1,18 +1,21 @@
-"""The comparison's checkpoint with int8 weights, and pages where a side takes no part in a row."""
+"""The comparison's checkpoints and prompts, and pages where a side takes no part in a row."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of
+from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
 from benchmarks.compare.limits import Limits, work_of
 from benchmarks.compare.offline import Row
 from benchmarks.compare.report import format_page, plot
+from benchmarks.compare.speculation import MEASURES
 from tests.tiny_models import tiny_model_dir
 
 INT8 = PRECISIONS["int8"]
@@ -47,12 +50,41 @@ def test_the_limit_of_int8_reads_a_byte_for_each_weight() -> None:
     assert (2 * int8.weight_bytes, int8.kv_bytes) == (bfloat16.weight_bytes, bfloat16.kv_bytes)
 
 
+def test_the_counting_model_goes_on_with_the_next_token(tmp_path: Path) -> None:
+    write_counting(tiny_model_dir("qwen3"), tmp_path / "counting")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "counting", dtype=torch.bfloat16)
+    prompt = torch.tensor([[7, 200, 3, 40]])
+    assert model.generate(prompt, max_new_tokens=20, do_sample=False)[0, 4:].tolist() == [*range(41, 61)]
+
+
+def test_prompts_for_speculation_have_most_of_the_answer() -> None:
+    prompt = MEASURES[1].prompt(random.Random(0), 1000, 101)  # one of 8 is changed
+    kept = sum(token == prompt[-1] + place for place, token in enumerate(prompt[:-1], 1))
+    assert 75 <= kept < 100
+
+
+def test_ratios_of_speculation_are_of_the_same_turn() -> None:
+    figures = {
+        "baton": [10.0, 20.0, 30.0],
+        "baton_ngram": [30.0, 40.0, 60.0],
+        "vllm": [1.0] * 3,
+        "vllm_ngram": [2.0] * 3,
+    }
+    row = Row("demo", "float32", "batch 1", "tokens/s", True, figures, 1.0, dict.fromkeys(figures, True))
+    page = format_page({}, {}, ["baton"], [], [row], [], "x.svg").partition("## Speculation")[2]
+    header, _, cells = (line for line in page.splitlines() if line.startswith("|"))
+    assert header.count("|") == cells.count("|")
+    assert "| 2 [2, 3] | 2 [2, 2] | 20 [15, 30] | yes |" in cells
+
+
 def test_rows_without_a_side_leave_its_cells_empty() -> None:
     figures, same = {"baton": [2.0], "vllm": [1.0]}, {"baton": True, "vllm": False}
     int8 = Row("demo", "int8", "decode, batch 1", "ms", False, figures, 1.0, same)
     float32 = int8._replace(precision="float32", figures={**figures, "transformers": [4.0]})
     rows = [float32, int8]
-    page = format_page({}, {"int8": Limits("bfloat16", 1e9, 1e9)}, ["baton", "vllm", "transformers"], rows, [], "x.svg")
+    page = format_page(
+        {}, {"int8": Limits("bfloat16", 1e9, 1e9)}, ["baton", "vllm", "transformers"], rows, [], [], "x.svg"
+    )
     header, _, first, second = (line for line in page.splitlines() if line.startswith("|"))
     assert header.count("|") == first.count("|") == second.count("|")
     assert "| 0.50 | 2.00 | 50 % | not vLLM |" in first
