@@ -1,8 +1,9 @@
 """Linear layers for a few rows, over weights as oneDNN packs them.
 
 With few rows a linear layer takes as long as reading its weight from memory. Each block of it is read from front to
-back, piece by piece: while a piece is multiplied with all rows, one further on is fetched, a share of it beside each
-few rows. The products of an output are added up in the same order whatever the number of rows.
+back in one loop, with the sums of up to four rows in registers; the processor fetches ahead by itself. More rows take
+turns over a part of the block, which stays in the core's second cache. The products of an output are added up in the
+same order whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from functools import cache
 from typing import Any
 
 from common.engine.devices.cpu.kernels.compiled import Kernel
-from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
+from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, Variable
 from common.engine.devices.cpu.kernels.pairs import fma_pairs, load_pair, load_pairs
 
 MAX_ROWS = 64
 _ROWS = (4, 2, 1)  # computed at once, with sums in registers
 _MAX_VECTORS = MAX_LANES  # of sums: half of the registers, of which there are 32 or 16
-_PIECE = 16  # inputs, or pairs of them
-_AHEAD = 2  # pieces from the one that is multiplied to the one that is fetched
-_LINE = 64  # bytes that are fetched at once
+_PIECE = 16  # inputs, or pairs of them; those of a layer are a multiple
+_UNROLLED = 4  # of these
+_PART = 1 << 17  # bytes of a block that rows take turns over
 
 
 def pair_of(element: ElementType) -> int:
@@ -41,7 +42,7 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel
     """
     pair = pair_of(element)
     piece = _PIECE * pair
-    num_lines = piece * block * element.value // _LINE
+    part = max(piece, _PART // (block * element.value) // piece * piece)
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weight = a.weight.at(task * a.in_features * block)
@@ -50,21 +51,15 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel
         with b.loop(0, a.num_rows) as row, b.loop(0, block, MAX_LANES) as output:
             bias = a.bias.at(first_output + output).load(MAX_LANES) if has_bias else b.number(0.0, MAX_LANES)
             totals.at(row * block + output).store(bias)
-        num_shares = (a.num_rows + (_ROWS[0] - 1)) // _ROWS[0]
-        share = (num_shares + (num_lines - 1)) // num_shares
-        with b.loop(0, a.in_features, piece) as first:
-            weights = weight.at(first * block)
+        with b.loop(0, a.in_features, part) as first:
+            last = b.select(first + part < a.in_features, first + part, a.in_features)
             start = b.number(0)
             for num_rows in _ROWS:
                 end = a.num_rows - a.num_rows % num_rows
                 with b.loop(start, end, num_rows) as row:
-                    fetched = weights.at(_AHEAD * piece * block)
-                    first_line = row // _ROWS[0] * share
-                    with b.loop(first_line, first_line + share) as line:
-                        b.prefetch(fetched.at(line * (_LINE // element.value)), 1)
                     rows = [row + i for i in range(num_rows)]
-                    inputs = [a.inputs.at(each * a.in_features + first) for each in rows]
-                    _multiply(b, inputs, weights, [totals.at(each * block) for each in rows], block)
+                    inputs = [a.inputs.at(each * a.in_features) for each in rows]
+                    _multiply(b, inputs, weight, [totals.at(each * block) for each in rows], block, (first, last))
                 start = end
         with b.loop(0, a.num_rows) as row, b.loop(0, block, MAX_LANES) as output:
             total = totals.at(row * block + output).load(MAX_LANES)
@@ -74,25 +69,40 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel
     return Kernel("linear", arguments | dict.fromkeys(("num_rows", "in_features", "out_features")), body)
 
 
-def _multiply(b: Builder, inputs: list[Pointer], weights: Pointer, totals: list[Pointer], block: int) -> None:
-    """totals += inputs @ one piece of the weights, for some rows."""
+def _multiply(
+    b: Builder,
+    inputs: list[Pointer],
+    weights: Pointer,
+    totals: list[Pointer],
+    block: int,
+    part: tuple[Value, Value],
+) -> None:
+    """totals += inputs @ a part of the weights, for some rows."""
     pair = pair_of(weights.element)
     width = min(block, _MAX_VECTORS // len(inputs) * MAX_LANES)
     while block % width:
         width -= MAX_LANES
     for start in range(0, block, width):
         places = range(start, start + width, MAX_LANES)
-        sums = [[total.at(place).load(MAX_LANES) for place in places] for total in totals]
-        for k in range(0, _PIECE * pair, pair):
-            columns = [weights.at(k * block + place * pair) for place in places]
-            factors = [load_pairs(each, MAX_LANES) if pair == 2 else each.load(MAX_LANES) for each in columns]
-            for row, source in zip(sums, inputs, strict=True):
-                if pair == 2:
-                    two = load_pair(source.at(k), MAX_LANES)
-                    row[:] = [fma_pairs(b, two, factor, sum_) for factor, sum_ in zip(factors, row, strict=True)]
-                else:
-                    one = b.number(source.at(k).load(), MAX_LANES)
-                    row[:] = [b.fma(one, factor, sum_) for factor, sum_ in zip(factors, row, strict=True)]
+        sums = [[b.variable(total.at(place).load(MAX_LANES)) for place in places] for total in totals]
+        with b.loop(*part, _UNROLLED * pair) as first:
+            for k in range(0, _UNROLLED * pair, pair):
+                columns = [weights.at((first + k) * block + place * pair) for place in places]
+                factors = [load_pairs(each, MAX_LANES) if pair == 2 else each.load(MAX_LANES) for each in columns]
+                for row, source in zip(sums, inputs, strict=True):
+                    _add_products(b, row, source.at(first + k), factors)
         for total, row in zip(totals, sums, strict=True):
             for place, sum_ in zip(places, row, strict=True):
-                total.at(place).store(sum_)
+                total.at(place).store(sum_.get())
+
+
+def _add_products(b: Builder, sums: list[Variable], source: Pointer, factors: list[Any]) -> None:
+    """sums += one input, or a pair of them, times its weights."""
+    if source.element is ElementType.BFLOAT16:
+        two = load_pair(source, MAX_LANES)
+        for sum_, factor in zip(sums, factors, strict=True):
+            sum_.set(fma_pairs(b, two, factor, sum_.get()))
+    else:
+        one = b.number(source.load(), MAX_LANES)
+        for sum_, factor in zip(sums, factors, strict=True):
+            sum_.set(b.fma(one, factor, sum_.get()))
