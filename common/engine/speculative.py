@@ -82,5 +82,7 @@ def parse_speculative(text: str) -> SpeculativeMethod:
         option, is_given, value = map(str.strip, pair.partition("="))
         if option not in kinds or not is_given:
             raise ConfigError(f"--speculative: {name} has no option {pair!r}; it has {', '.join(kinds)}")
+        if option in values:
+            raise ConfigError(f"--speculative: {name}: {option} is given twice")
         values[option] = convert(value, kinds[option], Setting(f"--speculative: {name}:{option}", option == "memory"))
     return SpeculativeMethod(name, _OPTIONS[name](**values))  # type: ignore[arg-type]

@@ -161,6 +161,11 @@ def unwilling(_: EngineConfig) -> Proposer:
     raise RuntimeError("no such device")
 
 
+def aimless(_: EngineConfig) -> Proposer:
+    """Makes nothing."""
+    return None  # type: ignore[return-value]
+
+
 class EightStreams(NamedTuple):
     """What eight clients of a router are told at once."""
 

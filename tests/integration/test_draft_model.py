@@ -17,12 +17,16 @@ import pytest
 import tokenizers
 
 from common.demo_model import demo_model_path
+from common.engine.contract.masks import MaskSource
+from common.engine.contract.step import NOTHING_ASKED, Asked, RunningStep, SchedulerOutput
 from common.engine.llm import LLM, Completion
 from common.engine.messages import DraftFigures
 from common.engine.scheduler import scheduler
 from common.engine.speculation.base import Context
+from common.engine.speculation.guard import MAX_FAILURES
 from common.engine.worker import worker
 from common.engine.worker.draft_model import DraftModel
+from common.engine.worker.worker import Worker
 from common.errors import ConfigError
 from common.types import SamplingParams
 from tests.integration import handoff_rig
@@ -169,6 +173,17 @@ def test_drafts_after_prefix_hits_and_where_blocks_were_others(drafts: list[tupl
     assert len(drafts) > 40
 
 
+def test_a_prompt_of_whole_blocks_that_comes_again(drafts: list[tuple[list[int], list[int]]]) -> None:
+    """What precedes its last token may be computed in blocks that others had, while its own next one is not there."""
+    prompt = prompt_of(16)  # four blocks
+    with make_llm(draft=OTHER) as llm:
+        expected = reference_generate(LLAMA, prompt, MAX_TOKENS)
+        for _ in range(6):
+            assert answer(llm, [prompt] * 3, GREEDY) == [expected] * 3
+        assert llm._client.stats().drafts.failures == {}
+    assert len(drafts) > 10
+
+
 def test_drafts_after_preemption(drafts: list[tuple[list[int], list[int]]]) -> None:
     """Each of the four needs seven of the 15 blocks."""
     prompts = [prompt_of(length) for length in (9, 10, 11, 12)]
@@ -200,6 +215,26 @@ def test_drafts_after_a_failure(drafts: list[tuple[list[int], list[int]]], monke
     assert figures.failures == {"raised": 1}
     assert figures.num_caught_up > 2 * 9
     assert len(drafts) > 6
+
+
+def test_one_that_fails_too_often_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Asked] = []
+    submit = Worker.submit
+
+    def watched(self: Worker, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
+        asked.append(step.asked)
+        return submit(self, step, masks)
+
+    def failing(self: DraftModel, *_: object) -> object:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Worker, "submit", watched)
+    monkeypatch.setattr(DraftModel, "_draft", failing)
+    with make_llm(draft=OTHER) as llm:
+        for _ in range(4):
+            assert answer(llm, [prompt_of(9)], GREEDY) == [reference_generate(LLAMA, prompt_of(9), MAX_TOKENS)]
+        assert llm._client.stats().drafts.failures == {"raised": MAX_FAILURES}
+    assert set(asked[MAX_FAILURES + 5 :]) == {NOTHING_ASKED}
 
 
 @pytest.mark.parametrize("draft", [LLAMA, OTHER], ids=["own", "another"])

@@ -223,6 +223,11 @@ def test_a_factory_that_raises_ends_the_start_before_the_model_is_loaded() -> No
         LLM("/there/is/no/model", speculative="tests.integration.speculation_rig:unwilling")
 
 
+def test_a_factory_that_makes_something_else_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"speculation_rig:aimless has made no proposer: NoneType has no propose, "):
+        LLM("/there/is/no/model", speculative="tests.integration.speculation_rig:aimless")
+
+
 def test_outputs_in_memory_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     histories: list[weakref.ref[History]] = []
 

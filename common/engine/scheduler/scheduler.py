@@ -534,6 +534,7 @@ class Scheduler:
         own_s = step_s  # of the model
         if (drafting := result.drafting) is not None:
             own_s -= drafting.seconds
+            self._has_draft_model = not drafting.has_failed
             self._draft_depth.observe_drafting(drafting)
         self._step_times.observe(own_s, step.work, step.num_context_tokens)
         num_tokens = step.total_num_scheduled_tokens

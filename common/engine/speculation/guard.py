@@ -100,7 +100,12 @@ class GuardedProposer:
 
     def check(self) -> list[str]:
         """See Proposer."""
-        return [] if self._proposer is None else self._proposer.check()
+        if self._proposer is None:
+            return []
+        try:
+            return list(self._proposer.check())
+        except Exception as error:  # noqa: BLE001  as above
+            return [f"the check of {self._name} has failed: {error!r}"]
 
     def _take_turns(self, requests: Sequence[Context]) -> Sequence[Context]:
         """As many of the requests as are asked for at once, from where the last ones ended."""

@@ -12,6 +12,8 @@ from common.errors import BatonError, ConfigError
 
 ProposerFactory = Callable[[EngineConfig], Proposer]
 
+_METHODS = ("propose", "forget", "reset", "check")
+
 PROPOSERS: Registry[ProposerFactory] = Registry(
     "speculative",
     {"ngram": "common.engine.speculation.ngram:create", "suffix": "common.engine.speculation.suffix:create"},
@@ -26,8 +28,12 @@ def create_proposer(config: EngineConfig) -> Proposer | None:
         return None
     factory = PROPOSERS.find(method.name)
     try:
-        return factory(config)
+        proposer = factory(config)
     except BatonError:
         raise
     except Exception as error:
         raise ConfigError(f"speculative: {method.name} has failed: {error!r}", param="speculative") from error
+    if lacking := [name for name in _METHODS if not callable(getattr(proposer, name, None))]:
+        kind = type(proposer).__name__
+        raise ConfigError.of("speculative", f"{method.name} has made no proposer: {kind} has no {', '.join(lacking)}")
+    return proposer

@@ -184,8 +184,10 @@ class DraftModel:
         for request_id, request in sorted(lacking, key=lambda each: self._turn(each[1])):
             request.num_passed_over += 1
             start = self._skip_computed(request)
+            if (scheduled and work >= work_left) or not self._lacks_many(request):
+                continue
             first_block = request.block_ids[start // self._block_size]
-            if first_block in begun or (scheduled and work >= work_left) or not self._lacks_many(request):
+            if first_block in begun:
                 continue
             num_tokens = self._chunk(request, start, work_left - work, self._max_num_tokens - sum(scheduled.values()))
             if not num_tokens:

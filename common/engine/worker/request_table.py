@@ -170,6 +170,7 @@ class RequestTable:
 
     def _context(self, request_id: RequestId, row: int) -> Context:
         tokens = self.token_ids[row, : self.num_tokens[row]]
+        tokens.flags.writeable = False  # a proposer is to read them
         return Context(request_id, tokens, self._params[row], int(self._num_prompt_tokens[row]), self._roots[row])
 
     def expect_tokens(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -16,6 +16,7 @@ from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import (
     NOTHING_ASKED,
+    Drafting,
     Fence,
     FinishedStep,
     ModelRunnerOutput,
@@ -249,6 +250,7 @@ class Worker:
         proposed = drafts.guard.propose(self._runner.table.contexts(step.num_scheduled_tokens))
         drafting = drafts.model.take_drafting()
         if drafts.guard.is_off:
+            drafting = Drafting(has_failed=True)
             self._drafts = self._draft_loaded = None
         return replace(output, drafts=proposed.drafts, proposer_failure=proposed.failure, drafting=drafting)
 

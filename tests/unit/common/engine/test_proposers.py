@@ -146,6 +146,12 @@ def test_one_that_is_late_with_many_requests_is_asked_for_fewer_in_turns() -> No
     assert {name for asked in proposer.asked[5:] for name in asked} == {str(number) for number in range(32)}
 
 
+def test_a_check_that_raises_is_a_violation() -> None:
+    proposer = Answering(None)
+    proposer.check = lambda: [][0]  # type: ignore[method-assign]
+    assert guarded(proposer).check() == ["the check of Answering has failed: IndexError('list index out of range')"]
+
+
 def test_guesses_that_nobody_verifies_take_a_small_share_of_the_time() -> None:
     clock = Clock()
     proposer = Answering(None, lambda _: clock.spend(0.001))

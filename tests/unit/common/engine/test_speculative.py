@@ -33,6 +33,7 @@ BAD = {
     "ngram:depth=0": "--speculative: ngram:depth: must be >= 1, got 0",
     "ngram:depth=100": "--speculative: ngram:depth: must be <= 16, got 100",
     "ngram:depth=many": "--speculative: ngram:depth: expected an integer, got 'many'",
+    "ngram:depth=5,depth=6": "--speculative: ngram: depth is given twice",
     "ngram:min=3,max=2": "--speculative: ngram: min is 3, above max, which is 2",
     "draft": "--speculative: draft: model is missing, as in draft:model=PATH_OR_ID,depth=4",
     "draft:depth=3": "--speculative: draft: model is missing",

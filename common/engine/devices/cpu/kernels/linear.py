@@ -1,7 +1,7 @@
 """Linear layers for a few rows, over weights as oneDNN packs them.
 
 With few rows a linear layer takes as long as reading its weight from memory. Each block of it is read from front to
-back in one loop, with the sums of up to four rows in registers; the processor fetches ahead by itself. More rows take
+back in one loop, with the sums of up to six rows in registers; the processor fetches ahead by itself. More rows take
 turns over a part of the block, which stays in the core's second cache. The products of an output are added up in the
 same order whatever the number of rows.
 """
@@ -16,8 +16,8 @@ from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, Eleme
 from common.engine.devices.cpu.kernels.pairs import fma_pairs, load_pair, load_pairs
 
 MAX_ROWS = 64
-_ROWS = (4, 2, 1)  # computed at once, with sums in registers
-_MAX_VECTORS = MAX_LANES  # of sums: half of the registers, of which there are 32 or 16
+_ROWS = 6  # computed at once, with sums in registers
+_MAX_VECTORS = MAX_LANES * 3 // 2  # of sums, in 32 or 16 registers
 _PIECE = 16  # inputs, or pairs of them; those of a layer are a multiple
 _UNROLLED = 4  # of these
 _PART = 1 << 17  # bytes of a block that rows take turns over
@@ -53,14 +53,18 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel
             totals.at(row * block + output).store(bias)
         with b.loop(0, a.in_features, part) as first:
             last = b.select(first + part < a.in_features, first + part, a.in_features)
-            start = b.number(0)
-            for num_rows in _ROWS:
-                end = a.num_rows - a.num_rows % num_rows
-                with b.loop(start, end, num_rows) as row:
-                    rows = [row + i for i in range(num_rows)]
-                    inputs = [a.inputs.at(each * a.in_features) for each in rows]
-                    _multiply(b, inputs, weight, [totals.at(each * block) for each in rows], block, (first, last))
-                start = end
+
+            def multiply(row: Value, num_rows: int, part: tuple[Value, Value] = (first, last)) -> None:
+                rows = [row + i for i in range(num_rows)]
+                inputs = [a.inputs.at(each * a.in_features) for each in rows]
+                _multiply(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
+
+            rest = a.num_rows % _ROWS
+            with b.loop(0, a.num_rows - rest, _ROWS) as row:
+                multiply(row, _ROWS)
+            for num_rows in range(1, _ROWS):
+                with b.when((rest >= num_rows) & (rest < num_rows + 1)):
+                    multiply(a.num_rows - rest, num_rows)
         with b.loop(0, a.num_rows) as row, b.loop(0, block, MAX_LANES) as output:
             total = totals.at(row * block + output).load(MAX_LANES)
             a.out.at(row * a.out_features + first_output + output).store(total)
