@@ -1,0 +1,165 @@
+"""An EAGLE-3 head changes no token, and proposes what plain torch does that computes all tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from common.demo_model import demo_model_path
+from common.engine.llm import LLM
+from common.engine.scheduler import scheduler
+from common.engine.speculation.base import Context
+from common.engine.worker.head import Head
+from common.types import SamplingParams
+from tests.eagle3_heads import drafted_tokens, reference_drafts, tiny_head_dir
+from tests.integration import handoff_rig
+from tests.integration import speculation_rig as rig
+from tests.integration.handoff_rig import Handoffs, create_engine
+from tests.integration.test_draft_model import GREEDY, LENGTHS, MAX_TOKENS, PARAMS, answer, figures_of
+from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
+
+LLAMA = tiny_model_dir("llama")
+HEAD = tiny_head_dir(LLAMA)
+TEXTS = ["The capital of France is", "Once upon a time there was a king who had"]
+
+
+def make_llm(name: str = "llama", head: Path | None = None, depth: int = 4, **options: object) -> LLM:
+    settings: dict[str, object] = {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 40, "num_threads": 1}
+    if head is not None:
+        settings["speculative"] = f"eagle3:model={head},depth={depth}"
+    return LLM(tiny_model_dir(name), **settings | options)
+
+
+@pytest.fixture(autouse=True)
+def _all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever steps take."""
+    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+
+
+class Seen:
+    """What heads proposed: the tokens before it, the drafts, and the place at which the head began."""
+
+    def __init__(self) -> None:
+        self.drafts: list[tuple[list[int], list[int], int]] = []
+
+    def compare(self, head: Path, allowed: Sequence[int] = (), target: Path = LLAMA) -> None:
+        """With the reference."""
+        assert len(self.drafts) > 8
+        for token_ids, proposed, start in self.drafts:
+            assert proposed == reference_drafts(target, head, token_ids, len(proposed), start, allowed)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found = Seen()
+    propose = Head.propose
+
+    def watched(self: Head, requests: Sequence[Context]) -> list[list[int]]:
+        drafts = propose(self, requests)
+        for each, own in zip(requests, drafts, strict=True):
+            if own:
+                start = self._requests[each.request_id].shift - 1
+                found.drafts.append((each.token_ids.tolist(), own, start))
+        return drafts
+
+    monkeypatch.setattr(Head, "propose", watched)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("has_embedding", [True, False])
+def test_drafts_are_those_of_the_reference(name: str, has_embedding: bool, seen: Seen) -> None:
+    prompts = [prompt_of(length) for length in (*LENGTHS, 90)]
+    expected = [reference_generate(tiny_model_dir(name), prompt, MAX_TOKENS) for prompt in prompts]
+    head = tiny_head_dir(tiny_model_dir(name), has_embedding=has_embedding, is_normed=has_embedding)
+    with make_llm(name, head) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            assert answer(llm, prompts, GREEDY) == expected
+        assert llm._client.stats().prefix_cache_hits
+        assert figures_of(llm).num_verified > 50
+        assert figures_of(llm).num_unseen == 0
+    assert len(seen.drafts) > 100
+    seen.compare(head, target=tiny_model_dir(name))
+
+
+def test_drafts_after_right_and_wrong_ones(seen: Seen) -> None:
+    few = drafted_tokens(HEAD)[:2]  # so that drafts are often right
+    params = SamplingParams(temperature=0.0, max_tokens=40, allowed_token_ids=few)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    with make_llm() as llm:
+        plain = answer(llm, prompts, params)
+    with make_llm(head=HEAD, depth=5) as llm:
+        assert answer(llm, prompts, params) == plain
+        figures = figures_of(llm)
+    assert 0.1 < figures.num_accepted / figures.num_verified < 0.9
+    assert figures.accepted_by_position[3] > 0
+    assert figures.num_caught_up < sum(LENGTHS) + 8, "what was right is computed again beside the next drafts"
+    seen.compare(HEAD, few)
+
+
+def test_drafts_after_prefix_hits_and_where_blocks_were_others(seen: Seen) -> None:
+    """23 blocks: what one turn leaves in the prefix cache, the next partly uses and partly overwrites."""
+    first, second = prompt_of(13, seed=1), prompt_of(17, seed=2)
+    turns = [[first, second], [first + second, second, second], [prompt_of(19, seed=3)], [first, first + second]]
+    with make_llm(head=HEAD, num_blocks=24, max_model_len=60) as llm:
+        for prompts in turns:
+            expected = [reference_generate(LLAMA, prompt, MAX_TOKENS) for prompt in prompts]
+            assert answer(llm, prompts, GREEDY) == expected
+        figures, stats = figures_of(llm), llm._client.stats()
+    assert stats.prefix_cache_hits > 0
+    assert figures.num_unseen == 0
+    assert figures.num_caught_up < sum(len(prompt) for turn in turns for prompt in turn)
+    seen.compare(HEAD)
+
+
+def test_drafts_after_preemption(seen: Seen) -> None:
+    """Each of the four needs seven of the 15 blocks."""
+    prompts = [prompt_of(length) for length in (9, 10, 11, 12)]
+    with make_llm(head=HEAD, num_blocks=16, max_model_len=28, enable_prefix_caching=False) as llm:
+        assert answer(llm, prompts, GREEDY) == [reference_generate(LLAMA, prompt, MAX_TOKENS) for prompt in prompts]
+        assert llm._client.stats().num_preemptions > 0
+    seen.compare(HEAD)
+
+
+def test_drafts_after_a_handoff(seen: Seen, tmp_path: Path) -> None:
+    """Where the decode pod has computed nothing, the head sees nothing."""
+    consumer = create_engine(LLAMA, tmp_path / "kv", speculative=f"eagle3:model={HEAD},depth=3")
+    handoffs = Handoffs(create_engine(LLAMA, tmp_path / "kv"), consumer)
+    prompts = [prompt_of(length) for length in (1, 16, 17, 37)]
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    decoded = handoffs.run(prompts, params)
+    assert [each.token_ids for each in decoded] == [reference_generate(LLAMA, each, 40) for each in prompts]
+    stats = consumer.stats()
+    handoffs.check_integrity()
+    handoffs.close()
+    size = handoff_rig.BLOCK_SIZE
+    starts = [-(-len(prompt) // size) * size for prompt in prompts]
+    assert {len(tokens) - start > 1 for tokens, _, start in seen.drafts} == {True}
+    assert {start for *_, start in seen.drafts} <= {0, *starts}
+    assert stats.drafts.num_unseen >= sum(map(len, prompts[1:]))
+    seen.compare(HEAD)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_a_head_changes_no_token_however_they_are_drawn(kind: str) -> None:
+    prompts = [prompt_of(length) for length in LENGTHS]
+    params = [SamplingParams(**{"seed": seed, "max_tokens": 20, **PARAMS[kind]}) for seed in range(len(prompts))]
+    with make_llm() as llm:
+        plain = answer(llm, prompts, params)
+    with make_llm(head=HEAD) as llm:
+        assert answer(llm, prompts, params) == plain
+        assert figures_of(llm).num_verified > 0
+
+
+def test_recorded_steps_give_features(seen: Seen) -> None:
+    """The tiny models' heads are of a size that is not recorded on CPUs."""
+    demo = demo_model_path()
+    head = tiny_head_dir(demo, has_embedding=False)
+    with LLM(num_threads=1, num_blocks=64) as llm:
+        plain = [each.token_ids for each in llm.generate(TEXTS, GREEDY, use_tqdm=False)]
+    with LLM(num_threads=1, num_blocks=64, speculative=f"eagle3:model={head}") as llm:
+        assert [each.token_ids for each in llm.generate(TEXTS, GREEDY, use_tqdm=False)] == plain
+        assert figures_of(llm).num_verified > 0
+    seen.compare(head, target=demo)
