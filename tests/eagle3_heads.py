@@ -20,6 +20,7 @@ from tests.tiny_models import MAX_MODEL_LEN, reference_model
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INNER = 4, 2, 8, 40, 64  # of heads of their own size
 DRAFT_SIZE = 100
+NUM_FIRST = 10  # tokens of the vocabulary that all heads propose
 EPSILON = 1e-5
 THETA = 10000.0
 
@@ -53,7 +54,8 @@ def tiny_head_dir(target: Path, *, seed: int = 0, has_embedding: bool = True, is
         weights[f"{name}.weight"] = 1 + random(hidden) / 8
     if has_embedding:
         weights["embed_tokens.weight"] = random(vocab_size, hidden)
-    chosen = torch.randperm(vocab_size, generator=generator)[:DRAFT_SIZE].sort().values
+    others = torch.randperm(vocab_size - NUM_FIRST, generator=generator)[: DRAFT_SIZE - NUM_FIRST]
+    chosen = torch.cat([torch.arange(NUM_FIRST), others.sort().values + NUM_FIRST])
     weights["d2t"] = chosen - torch.arange(DRAFT_SIZE)
     weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
     save_file(weights, directory / "model.safetensors")
@@ -104,12 +106,6 @@ def reference_drafts(
             features = torch.cat([features, hidden[-1:]])
             tokens.append(drafts[-1])
     return drafts
-
-
-def drafted_tokens(head: Path) -> list[int]:
-    """Those that it may propose."""
-    offsets = _head(head)[0]["d2t"]
-    return (torch.arange(len(offsets)) + offsets).tolist()
 
 
 def _default_layers(num_layers: int) -> list[int]:

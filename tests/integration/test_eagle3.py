@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from common.demo_model import demo_model_path
 from common.engine.llm import LLM
 from common.engine.scheduler import scheduler
 from common.engine.speculation.base import Context
 from common.engine.worker.head import Head
+from common.errors import ConfigError
 from common.types import SamplingParams
-from tests.eagle3_heads import drafted_tokens, reference_drafts, tiny_head_dir
+from tests.eagle3_heads import HEAD_DIM, HIDDEN, NUM_KV_HEADS, reference_drafts, tiny_head_dir
 from tests.integration import handoff_rig
 from tests.integration import speculation_rig as rig
 from tests.integration.handoff_rig import Handoffs, create_engine
+from tests.integration.ranks_rig import assert_same, generate, open_llm
 from tests.integration.test_draft_model import GREEDY, LENGTHS, MAX_TOKENS, PARAMS, answer, figures_of
-from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
+from tests.tiny_models import prompt_of, random_model, reference_generate, tiny_config, tiny_model_dir
 
 LLAMA = tiny_model_dir("llama")
 HEAD = tiny_head_dir(LLAMA)
@@ -85,7 +91,7 @@ def test_drafts_are_those_of_the_reference(name: str, has_embedding: bool, seen:
 
 
 def test_drafts_after_right_and_wrong_ones(seen: Seen) -> None:
-    few = drafted_tokens(HEAD)[:2]  # so that drafts are often right
+    few = (5, 6)  # so that drafts are often right
     params = SamplingParams(temperature=0.0, max_tokens=40, allowed_token_ids=few)
     prompts = [prompt_of(length) for length in LENGTHS]
     with make_llm() as llm:
@@ -163,3 +169,72 @@ def test_recorded_steps_give_features(seen: Seen) -> None:
         assert [each.token_ids for each in llm.generate(TEXTS, GREEDY, use_tqdm=False)] == plain
         assert figures_of(llm).num_verified > 0
     seen.compare(head, target=demo)
+
+
+def test_its_kv_and_features_count_as_memory() -> None:
+    of_head = 4 * (2 * NUM_KV_HEADS * HEAD_DIM + HIDDEN) * 4  # bytes per block
+    with make_llm(head=HEAD) as llm:
+        assert llm.spec.draft_bytes_per_block == of_head
+        in_all = llm.spec.bytes_per_block + of_head
+    with make_llm(head=HEAD, num_blocks=None, kv_cache_memory=33 * in_all - 1) as llm:
+        assert llm.spec.num_blocks == 32
+
+
+@pytest.mark.cell(feature="an EAGLE-3 head", degrees="2")
+def test_the_rank_that_answers_has_one() -> None:
+    head = tiny_head_dir(demo_model_path())
+    with open_llm() as llm:
+        alone = generate(llm)
+    with open_llm(speculative=f"eagle3:model={head}", tensor_parallel_size=2) as llm:
+        assert_same(generate(llm), alone)
+        assert figures_of(llm).num_verified > 0
+
+
+def changed_head(
+    directory: Path, *, without: str = "", config: dict[str, object] | None = None, **weights: object
+) -> Path:
+    """HEAD with other weights and settings."""
+    shutil.copytree(HEAD, directory)
+    stored = load_file(HEAD / "model.safetensors")
+    stored.pop(without, None)
+    save_file(stored | weights, directory / "model.safetensors")
+    own = json.loads((HEAD / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(own | (config or {})))
+    return directory
+
+
+def test_what_is_no_head_for_the_model_is_refused_before_that_is_loaded(tmp_path: Path) -> None:
+    unloadable = tmp_path / "model"
+    unloadable.mkdir()
+    shutil.copy(LLAMA / "config.json", unloadable)
+    larger, wider = tmp_path / "larger", tmp_path / "wider"
+    random_model(tiny_config("LlamaConfig", vocab_size=300)).save_pretrained(larger)
+    random_model(tiny_config("LlamaConfig", hidden_size=64)).save_pretrained(wider)
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}
+    for number, (head, problem) in enumerate(
+        {
+            LLAMA: "is no EAGLE-3 head with weights of its own: it has no fc",
+            tiny_head_dir(larger): "is for a vocabulary of 300 tokens, and .* has one of 256",
+            tiny_head_dir(wider): "is for a model of hidden size 64, and that of .* is 48",
+            tmp_path / "nowhere": "does not exist",
+            changed_head(tmp_path / "1", without="midlayer.hidden_norm.weight"): "lacks the weight midlayer",
+            changed_head(tmp_path / "2", other=torch.ones(1)): "has a weight that is not known here, other",
+            changed_head(tmp_path / "3", d2t=torch.full((100,), 200)): "proposes tokens outside the vocabulary",
+            changed_head(tmp_path / "4", without="d2t"): "proposes 100 tokens of 256, and does not say which",
+            changed_head(tmp_path / "5", config={"rope_scaling": {"rope_type": "dynamic"}}): "of type 'dynamic'",
+            changed_head(tmp_path / "6", config={"eagle_config": layers}): "takes layers .*7.* and .* has 3",
+            changed_head(tmp_path / "7", config={"intermediate_size": 7}): "is .*64.* and by the configuration .*7",
+        }.items()
+    ):
+        with pytest.raises(ConfigError, match=f"^--speculative: eagle3:model: .*{problem}") as caught:
+            LLM(unloadable, speculative=f"eagle3:model={head}")
+        assert "\n" not in caught.value.message, number
+        assert caught.value.param == "speculative"
+    with pytest.raises(
+        ConfigError, match=r"^--speculative: eagle3:model: .* does not say which its decoder layers are"
+    ):
+        LLM(tiny_model_dir("gpt2"), speculative=f"eagle3:model={HEAD}")
+    with pytest.raises(ConfigError, match=r"^--speculative: eagle3: not for a model that is cut into stages"):
+        LLM(LLAMA, speculative=f"eagle3:model={HEAD}", pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="has no safetensors weights"):
+        LLM(unloadable, speculative=f"eagle3:model={HEAD}")

@@ -204,7 +204,7 @@ def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int)
 
 def _layers_of(raw_config: dict[str, Any], model: str, text_config: Any) -> tuple[int, ...]:
     if not can_keep_inputs(text_config):
-        raise _refused(f"the code of {model} does not say which its decoder layers are")
+        raise _refused(f"the code of {model} does not say which its layers are")
     num_layers = int(text_config.num_hidden_layers)
     eagle_config = raw_config.get("eagle_config") or {}
     named = eagle_config.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
@@ -246,9 +246,9 @@ def _build(
     own_size = raw_config.get("vocab_size") if t2d is None else len(t2d)
     if own_size != vocab_size:
         raise _refused(f"{name} is for a vocabulary of {own_size} tokens, and {model} has one of {vocab_size}")
-    target_ids = torch.arange(draft_size) + (0 if d2t is None else d2t.long())
-    if draft_size > vocab_size or (d2t is None) != (draft_size == vocab_size):
+    if draft_size != (vocab_size if d2t is None else len(d2t)):
         raise _refused(f"{name} proposes {draft_size} tokens of {vocab_size}, and does not say which (d2t)")
+    target_ids = torch.arange(draft_size) + (0 if d2t is None else d2t.long())
     if bool((target_ids < 0).any()) or bool((target_ids >= vocab_size).any()):
         raise _refused(f"{name} proposes tokens outside the vocabulary (d2t)")
     embedding = weights.pop("embed_tokens.weight", None)
