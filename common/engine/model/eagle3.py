@@ -79,6 +79,10 @@ class Eagle3Head(nn.Module):
         assert self.embed_tokens is not None
         return functional.embedding(token_ids, self.embed_tokens.weight)
 
+    def fuse(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Features [tokens, feature size] of what the model's layers were given, side by side."""
+        return functional.linear(inputs, self.fc.weight)
+
     def share_embedding(self, target: LoadedModel) -> None:
         """Takes the model's own embedding, unless the head came with one. Raises ConfigError."""
         if self.embed_tokens is None:

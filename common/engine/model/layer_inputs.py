@@ -19,8 +19,9 @@ class LayerInputs:
     def __init__(self, loaded: LoadedModel, layers: Sequence[int], num_tokens: int) -> None:
         """`num_tokens`: most of a forward pass."""
         size = loaded.stage.hidden_size
-        self._kept = loaded.device.memory.zeros((num_tokens, len(layers), size), loaded.dtype)
-        places = {layer: self._kept[:, number] for number, layer in enumerate(layers)}
+        kept = loaded.device.memory.zeros((num_tokens, len(layers), size), loaded.dtype)
+        self._side_by_side = kept.flatten(1)
+        places = {layer: kept[:, number] for number, layer in enumerate(layers)}
         if loaded.decoder is not None:
             loaded.decoder.keep_inputs(places)
             return
@@ -29,7 +30,7 @@ class LayerInputs:
 
     def of_last(self, num_tokens: int) -> torch.Tensor:
         """Those of the last forward pass, which had so many tokens, side by side: [num_tokens, layers * size]"""
-        return self._kept[:num_tokens].flatten(1)
+        return self._side_by_side[:num_tokens]
 
 
 def can_keep_inputs(text_config: Any) -> bool:

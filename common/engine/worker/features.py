@@ -32,7 +32,7 @@ class Features:
     def write(self, batch: PackedBatch) -> None:
         """Those of the tokens that the model has computed last."""
         inputs = self._inputs.of_last(len(batch.input_ids))
-        self.by_slot[batch.attention.slot_mapping] = self._head.fc(inputs)
+        self.by_slot.index_copy_(0, batch.attention.slot_mapping, self._head.fuse(inputs))
 
     def begin_step(self, step: SchedulerOutput) -> None:
         """What the step's blocks will hold is another request's, or not complete."""
