@@ -120,6 +120,17 @@ def test_drafts_after_prefix_hits_and_where_blocks_were_others(seen: Seen) -> No
     seen.compare(HEAD)
 
 
+def test_drafts_of_requests_that_part_at_the_end_of_a_block(seen: Seen) -> None:
+    """One after the other: what follows the last token of a block that they share is not the same."""
+    common = prompt_of(16)
+    with make_llm(head=HEAD) as llm:
+        for last in range(20, 28):
+            prompt = [*common, last, *prompt_of(6, seed=last)]
+            assert answer(llm, [prompt], GREEDY) == [reference_generate(LLAMA, prompt, MAX_TOKENS)]
+        assert llm._client.stats().prefix_cache_hits
+    seen.compare(HEAD)
+
+
 def test_drafts_after_preemption(seen: Seen) -> None:
     """Each of the four needs seven of the 15 blocks."""
     prompts = [prompt_of(length) for length in (9, 10, 11, 12)]
