@@ -200,6 +200,7 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True):
     accepted_by_position: tuple[int, ...] = ()  # sums to those accepted; empty before the first
     failures: dict[str, int] = {}  # of the proposer, by reason
     num_caught_up: int = 0  # tokens that a draft model had to compute before it could propose, such as prompts
+    num_unseen: int = 0  # tokens that a head does without, as their KV came from elsewhere
 
     def __add__(self, other: DraftFigures) -> DraftFigures:
         """Those of two engines together."""
@@ -212,6 +213,7 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True):
             tuple(map(sum, zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0))),
             dict(Counter(self.failures) + Counter(other.failures)),
             self.num_caught_up + other.num_caught_up,
+            self.num_unseen + other.num_unseen,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 import msgspec.inspect as mi
@@ -42,13 +42,21 @@ class SuffixOptions(msgspec.Struct, frozen=True, kw_only=True):
 class DraftModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `draft`."""
 
+    method: ClassVar[str] = "draft"
     model: str = ""  # local directory or hub id of a smaller model of the same vocabulary; must be given
     depth: Depth = 4  # most drafts
     revision: str | None = None  # on the hub
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("--speculative: draft: model is missing, as in draft:model=PATH_OR_ID,depth=4")
+            name = self.method
+            raise ConfigError(f"--speculative: {name}: model is missing, as in {name}:model=PATH_OR_ID,depth=4")
+
+
+class Eagle3Options(DraftModelOptions, frozen=True, kw_only=True):
+    """Options of `eagle3`, of a head for the model instead of a smaller model."""
+
+    method: ClassVar[str] = "eagle3"
 
 
 Options = NgramOptions | SuffixOptions | DraftModelOptions
@@ -56,6 +64,7 @@ _OPTIONS: dict[str, type[NgramOptions] | type[SuffixOptions] | type[DraftModelOp
     "ngram": NgramOptions,
     "suffix": SuffixOptions,
     "draft": DraftModelOptions,
+    "eagle3": Eagle3Options,
 }
 
 

@@ -224,6 +224,11 @@ class _EngineFigures(Collector):
                 "Tokens that the draft model computed before it could propose, such as prompts that were handed over.",
                 "num_caught_up",
             ),
+            (
+                "baton_pod_head_unseen_tokens",
+                "Tokens that an EAGLE-3 head does without, as the KV of these or later ones came from elsewhere.",
+                "num_unseen",
+            ),
         )
         for name, documentation, field in figures:
             family = CounterMetricFamily(name, documentation, labels=self._labels)

@@ -49,6 +49,9 @@ class ExampleOperators:
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         return lambda hidden, delta: _normed(hidden.add_(delta), norm.weight, norm.epsilon).to(dtype)
 
+    def copy(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(hidden)
+
     def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         return lambda inputs: functional.silu((parts := gate_up(inputs).chunk(2, -1))[0]) * parts[1]
 

@@ -31,6 +31,7 @@ from deploy.pod_process import PodSpec
 from deploy.ports import pick_ports
 from tests.e2e.faults.server_process import ServerProcess
 from tests.e2e.metrics import Metrics
+from tests.eagle3_heads import tiny_head_dir
 from tests.integration import speculation_rig as rig
 from tests.integration.cluster import (
     BLOCK_SIZE,
@@ -48,11 +49,12 @@ from tests.tiny_models import prompt_of, random_model, reference_logprobs, tiny_
 
 pytestmark = pytest.mark.timeout(400)  # processes that import torch take their time to start on a busy machine
 
-PROPOSERS = {  # {model}: the directory of the model
+PROPOSERS = {  # {model}: the directory of the model; {head}: of a head for it
     "ngram": "ngram:min=1,depth=4",
     "suffix": "suffix:depth=4,memory=1MiB",
     "scripted": "tests.integration.speculation_rig:mostly_right",
     "draft": "draft:model={model},depth=4",  # the model itself
+    "eagle3": "eagle3:model={head},depth=4",
 }
 CONNECTORS = ("colocated", "shared-storage", "redis", "nixl")
 IN_EVERY_RUN = (  # each proposer, connector and fault; the others are for `make test-matrix`
@@ -62,6 +64,7 @@ IN_EVERY_RUN = (  # each proposer, connector and fault; the others are for `make
     ("a decode pod is killed", "colocated", "ngram"),
     ("preempted", "nixl", "scripted"),
     ("migrated", "redis", "ngram"),
+    ("resumed by event id", "shared-storage", "eagle3"),
     ("resumed by event id", "nixl", "suffix"),
 )
 FEW = (5, 6, 7)  # tokens, so that the answers of a model with random weights repeat
@@ -121,7 +124,7 @@ class Cell:
         self.jobs = jobs.jobs
         self._directory = jobs.directory
         self._path = path
-        self._speculative = PROPOSERS[proposer].format(model=jobs.directory)
+        self._speculative = PROPOSERS[proposer].format(model=jobs.directory, head=tiny_head_dir(jobs.directory))
         self._options = options
         self._gates: list[StepGate] = []
 

@@ -71,6 +71,7 @@ class Drafting(NamedTuple):
     proposing_s: float = 0.0  # of all passes
     num_caught_up: int = 0  # tokens that it had not computed when it should have, such as prompts from elsewhere
     catch_up_s: float = 0.0
+    num_unseen: int = 0  # tokens of requests that came, which a head does without as it has no features of them
     has_failed: bool = False  # too often: it does nothing any more
 
     @property

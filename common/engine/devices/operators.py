@@ -49,6 +49,9 @@ class Operators(Protocol):
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         """Residual and RMS norm."""
 
+    def copy(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes a residual stream [tokens, size] to `out`, of the same shape, whose rows may be apart."""
+
     def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         """silu(gate) * up, where gate and up are the halves of the linear layer's outputs; see `linear`."""
 

@@ -57,9 +57,14 @@ class FusedDecoder:
         for index, args, num_heads in parts:
             self._layers.append(_Layer.of(base.layers[index], args, num_heads, operators))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
+        self._kept: dict[int, torch.Tensor] = {}
         norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), model.dtype)
         self._end = partial(_logits, norm, _linear(operators, model.lm_head)) if stage.is_last else partial(_add, norm)
         model.lm_head = nn.Identity()
+
+    def keep_inputs(self, places: dict[int, torch.Tensor]) -> None:
+        """From now on the inputs of these layers are written to their places, [at least num_tokens, size]."""
+        self._kept = places
 
     @torch.inference_mode()
     def __call__(
@@ -96,12 +101,22 @@ class FusedDecoder:
         rotaries = self._rotary.at(positions, max(batch.seq_lens)).split(sizes)
         streams = torch.split(hidden, sizes)
         results = [self._layers[0].project(*part) for part in zip(streams, torch.split(delta, sizes), strict=True)]
+        self._keep_inputs(0, streams)
         for index, layer in enumerate(self._layers):
             following = self._layers[index + 1] if index + 1 < len(self._layers) else None
             for part, (stream, rotary) in enumerate(zip(streams, rotaries, strict=True)):
                 result = attention.attend_projections(index, part, results[part], layer.projected, rotary)
                 results[part] = result if following is None else layer.advance(following, stream, result)
+            self._keep_inputs(index + 1, streams)
         return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _keep_inputs(self, index: int, streams: Sequence[torch.Tensor]) -> None:
+        """Of a layer that has projected them: until then, a part of them is in `delta`."""
+        if (place := self._kept.get(index)) is not None:
+            start = 0
+            for stream in streams:
+                self._operators.copy(stream, place[start : start + len(stream)])
+                start += len(stream)
 
     def probe(self, inputs: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Results in float32 of at most 16 tokens, computed as a prompt in two chunks and two

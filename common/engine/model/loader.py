@@ -90,19 +90,19 @@ def load_model(
     a bad device or a model that cannot be cut."""
     device = DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
-    raw_config = _read_config(directory)
+    raw_config = read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
     is_cut = ranks.size > 1 or links.num_stages > 1 or experts is not None
     if is_cut:
         _check_weights(raw_config)
-    weight_files = _find_weights(directory)
+    weight_files = find_weights(directory)
     own_ranks, ranks = ranks, device.collectives(ranks)
     if experts is not None:
         experts.ranks = ranks if experts.ranks is own_ranks else device.collectives(experts.ranks)
     if config.batch_invariant and not ranks.sums_in_order:
         reason = f"with 1 or 2 ranks, but there are {ranks.size} that do not share memory"
         raise ConfigError.of("batch_invariant", reason)
-    with _quiet_transformers():
+    with quiet_transformers():
         found = _load_and_probe(
             _Source(directory, weight_files, config, device, quantized, ranks, experts, links), group_layers
         )
@@ -115,7 +115,7 @@ def load_model(
         kv_groups = _of_all_ranks(kv_groups, model, probed, ranks.size)
     text_config = model.config.get_text_config()
     vocab_size = min(int(text_config.vocab_size), int(model.get_input_embeddings().num_embeddings))
-    row_sampler, sampler_failed = _row_sampler(device, vocab_size, model.dtype)
+    row_sampler, sampler_failed = find_row_sampler(device, vocab_size, model.dtype)
     return LoadedModel(
         model=model,
         stage=stage,
@@ -147,15 +147,15 @@ def check_ranks(config: ModelConfig, parallel: ParallelConfig, data_parallel_ran
     last_device = max(parallel.device_of(rank, data_parallel_rank) for rank in range(parallel.ranks_per_node))
     device = DEVICES.find(config.device)(config, last_device)
     directory = model_directory(config, ["config.json"])
-    raw_config = _read_config(directory)
+    raw_config = read_config(directory)
     if config.quantization is not None:
         _quantization(config.quantization, raw_config, device)
     _check_weights(raw_config)
     experts = Place(0, parallel.world_size) if parallel.enable_expert_parallel else None
     num_stages = parallel.pipeline_parallel_size
-    with _quiet_transformers(), _unusable(directory):
-        model_config = _model_config(directory)
-        dtype = _resolve_dtype(config, model_config, device)
+    with quiet_transformers(), unusable(directory):
+        model_config = read_model_config(directory)
+        dtype = resolve_dtype(config, model_config, device)
         for stage in range(num_stages):
             rank = Place(0, parallel.tensor_parallel_size)
             outline_of(model_config, dtype, rank, experts, Place(stage, num_stages))
@@ -166,7 +166,7 @@ def identify_model(config: ModelConfig, device_number: int = 0) -> bytes:
     DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
     try:
-        return fingerprint_model(_find_weights(directory), _read_config(directory), dtype="", kv_dtype="")
+        return fingerprint_model(find_weights(directory), read_config(directory), dtype="", kv_dtype="")
     except OSError as error:
         raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
 
@@ -174,9 +174,9 @@ def identify_model(config: ModelConfig, device_number: int = 0) -> bytes:
 def vocabulary_size(config: ModelConfig) -> int:
     """The number of tokens, by the model's configuration. Raises ModelLoadError."""
     directory = model_directory(config, ["config.json"])
-    _read_config(directory)
-    with _quiet_transformers(), _unusable(directory):
-        return int(_model_config(directory).get_text_config().vocab_size)
+    read_config(directory)
+    with quiet_transformers(), unusable(directory):
+        return int(read_model_config(directory).get_text_config().vocab_size)
 
 
 def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type[QuantizedLinear]:
@@ -210,7 +210,7 @@ def _rounding(device: Device, size: int) -> str:
     return device.rounding if size == 1 else f"{device.rounding}; {size} ranks"
 
 
-def _row_sampler(device: Device, vocab_size: int, dtype: torch.dtype) -> tuple[RowSampler | None, bool]:
+def find_row_sampler(device: Device, vocab_size: int, dtype: torch.dtype) -> tuple[RowSampler | None, bool]:
     """And whether it failed."""
     try:
         return device.row_sampler(vocab_size, dtype), False
@@ -242,7 +242,8 @@ def model_directory(config: ModelConfig, files: Sequence[str] = _HUB_FILES) -> P
         ) from error
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """Its config.json. Raises ModelLoadError."""
     path = directory / "config.json"
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
@@ -255,7 +256,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return parsed
 
 
-def _find_weights(directory: Path) -> list[Path]:
+def find_weights(directory: Path) -> list[Path]:
     """The safetensors files that transformers will load."""
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
@@ -381,9 +382,9 @@ def _load(source: _Source) -> tuple[Any, Stage]:
 
 def _loaded(source: _Source) -> tuple[Any, Stage]:
     directory = source.directory
-    with _unusable(directory):
-        model_config = _model_config(directory)
-        dtype = _resolve_dtype(source.config, model_config, source.device)
+    with unusable(directory):
+        model_config = read_model_config(directory)
+        dtype = resolve_dtype(source.config, model_config, source.device)
         if source.is_cut:
             model, stage = load_rank(
                 directory, source.weight_files, model_config, dtype, source.ranks, source.experts, source.links
@@ -394,7 +395,8 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
     return model.to(source.device.torch_device).eval().requires_grad_(False), stage
 
 
-def _model_config(directory: Path) -> Any:
+def read_model_config(directory: Path) -> Any:
+    """The same for transformers. Raises ModelLoadError, and whatever transformers raises; see `unusable`."""
     model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(model_config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{model_config.model_type} is an encoder-decoder, not a causal LM", param="model")
@@ -402,7 +404,7 @@ def _model_config(directory: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _unusable(directory: Path) -> Iterator[None]:
+def unusable(directory: Path) -> Iterator[None]:
     """Turns what goes wrong with a model into a ModelLoadError."""
     try:
         yield
@@ -442,7 +444,8 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _resolve_dtype(config: ModelConfig, model_config: Any, device: Device) -> torch.dtype:
+def resolve_dtype(config: ModelConfig, model_config: Any, device: Device) -> torch.dtype:
+    """That of the setting; of "auto", what suits checkpoint and device."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     own = getattr(model_config.get_text_config(), "dtype", None)
@@ -475,7 +478,7 @@ def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Turns off progress bars and warnings; errors are raised."""
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()

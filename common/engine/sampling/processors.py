@@ -41,6 +41,11 @@ class SamplingRow:
         """Index, among the output tokens, of the token to be sampled."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def output_ids(self) -> npt.NDArray[np.int64]:
+        """The output so far. A head that proposes drafts may not have all of it, and count less than no prompt."""
+        return self.token_ids[max(self.num_prompt_tokens, 0) :]
+
 
 class LogitsProcessor(Protocol):
     """Called on the thread of the engine's steps, which wait for it.

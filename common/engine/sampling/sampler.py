@@ -71,7 +71,7 @@ class Sampler:
         if processed:
             apply_processors(logits, rows)
         for row_logits, row in ruled:
-            row.rules.mask(row_logits, row.token_ids[row.num_prompt_tokens :], row.params.min_tokens)
+            row.rules.mask(row_logits, row.output_ids, row.params.min_tokens)
         if mask is not None:
             mask.apply(logits)  # after the penalties, which leave every logit finite
         token_ids = argmax(logits)
@@ -106,7 +106,7 @@ class Sampler:
         seen = _count_tokens([row.token_ids for row in chosen], scores) > 0
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(seen, repeated, scores)
-        generated = _count_tokens([row.token_ids[row.num_prompt_tokens :] for row in chosen], scores)
+        generated = _count_tokens([row.output_ids for row in chosen], scores)
         penalised_scores = scores - frequency * generated - presence * (generated > 0)
         # The largest finite logit times a penalty may be infinite, which must not look like the model's own infinity.
         logits[index] = torch.where(best.isfinite(), penalised_scores.clamp(-_MAX_LOGIT, _MAX_LOGIT), torch.nan)

@@ -293,6 +293,7 @@ class Lifecycle:
             self.totals.drafts.num_proposed += sum(map(len, self.drafts.values()))
         if result.drafting is not None:
             self.totals.drafts.num_caught_up += result.drafting.num_caught_up
+            self.totals.drafts.num_unseen += result.drafting.num_unseen
         if result.proposer_failure:
             self.totals.drafts.count_failure(result.proposer_failure)
 

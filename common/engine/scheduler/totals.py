@@ -35,6 +35,7 @@ class DraftTotals:
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_POSITIONS)
     failures: dict[str, int] = field(default_factory=dict)
     num_caught_up: int = 0
+    num_unseen: int = 0
 
     def count_verification(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the drafts of a request in a step."""
@@ -62,6 +63,7 @@ class DraftTotals:
             tuple(self.accepted_by_position) if self.num_verified else (),
             self.failures.copy(),
             self.num_caught_up,
+            self.num_unseen,
         )
 
 

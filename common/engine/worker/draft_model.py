@@ -22,8 +22,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from common.engine.contract.masks import no_masks
 from common.engine.contract.step import NOTHING_ASKED, Drafting, NewRequest, SchedulerOutput
@@ -37,25 +40,48 @@ from common.types import BlockHash, RequestId, hash_prompt
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS = 4  # tokens of a request that the first pass for a draft computes beside those of others
 _MEASURED_TOKENS = 256
 
 
-@dataclass(slots=True)
-class _Drafted:
-    """A request that may have drafts."""
+class Key(NamedTuple):
+    """What the draft model has computed in a block."""
 
-    row: int  # in the runner's table
+    block_hash: BlockHash
+    first: int  # block of its request that the draft model began with
+
+
+@dataclass(slots=True)
+class Drafted:
+    """A request that may have drafts, of which the draft model has all tokens but the first `shift`, and all blocks but
+    the first `first`. The rest counts from there."""
+
     root: BlockHash
     block_ids: list[int]
     num_known: int  # tokens of the prompt and the output; in the table, drafts may follow
-    hashes: list[BlockHash] = field(default_factory=list)  # of its first blocks
+    shift: int = 0
+    first: int = 0
+    row: int = -1  # in the runner's table
+    hashes: list[BlockHash] = field(default_factory=list)  # of all full blocks of the request
     num_keyed: int = 0  # first blocks whose keys are theirs
     num_passed_over: int = 0  # times that only others caught up
+
+    def key(self, number: int) -> Key:
+        """Of one of its blocks, once that is full."""
+        return Key(self.hashes[self.first + number], self.first)
+
+    def add_hashes(self, token_ids: Sequence[int] | npt.NDArray[np.int64], block_size: int) -> None:
+        """Those of blocks that are full of the tokens, which are the request's, all of them."""
+        start = len(self.hashes) * block_size
+        if len(token_ids) >= start + block_size:
+            parent = self.hashes[-1] if self.hashes else self.root
+            self.hashes += hash_prompt(np.asarray(token_ids[start:]).tolist(), block_size, parent)
 
 
 class DraftModel:
     """See Proposer. Called by one worker, on its thread."""
+
+    _num_again = 0  # last tokens of blocks with the same tokens that are computed all the same
+    _max_rows = 4  # tokens of a request that the first pass for a draft computes beside those of others
 
     def __init__(
         self,
@@ -74,8 +100,8 @@ class DraftModel:
         self._max_num_tokens = max(max_num_tokens, block_size)
         self._clock = clock
         self._phases = PhaseClock()
-        self._keys: list[BlockHash | None] = [None] * num_blocks
-        self._requests: dict[RequestId, _Drafted] = {}
+        self._keys: list[Key | None] = [None] * num_blocks
+        self._requests: dict[RequestId, Drafted] = {}
         self._asked = NOTHING_ASKED
         self._drafting: Drafting | None = None
         most = min(_MEASURED_TOKENS, max_num_tokens, (num_blocks - 1) * block_size, self._limit)
@@ -99,20 +125,21 @@ class DraftModel:
             self.reset()
         requests = self._requests
         dropped = [each for each in step.dropped_request_ids if requests.pop(each, None) is not None]
-        introduced = [each for each in step.new_requests if each.sampling.speculative]
+        new_requests = [each for each in step.new_requests if each.sampling.speculative]
+        introduced = [self._introduce(each) for each in new_requests]
         grown = {each: ids[:1] for each, ids in step.new_block_ids.items() if each in requests}
         self._runner.update_requests(
             SchedulerOutput(
-                new_requests=[_of_draft_model(each) for each in introduced],
+                new_requests=list(map(_of_draft_model, new_requests, introduced)),
                 new_block_ids=grown,
                 dropped_request_ids=dropped,
             )
         )
         for request_id, (block_ids,) in grown.items():
             requests[request_id].block_ids += block_ids
-        for new in introduced:
-            (row,) = self._runner.table.rows_of([new.request_id]).tolist()
-            requests[new.request_id] = _Drafted(row, BlockHash(new.root), list(new.block_ids[0]), len(new.token_ids))
+        for new, request in zip(new_requests, introduced, strict=True):
+            (request.row,) = self._runner.table.rows_of([new.request_id]).tolist()
+            requests[new.request_id] = request
 
     def propose(self, requests: Sequence[Context]) -> list[list[int]]:
         """See Proposer. They are those of the step that `begin_step` was told of."""
@@ -147,9 +174,9 @@ class DraftModel:
             num_computed = int(table.num_computed_tokens[request.row])
             if num_computed > min(int(table.num_tokens[request.row]), len(request.block_ids) * self._block_size):
                 violations.append(f"{name} has computed {num_computed} tokens, which it has not or has no blocks for")
-            hashes = self._hashes(request, request.num_keyed)
-            for block_id, block_hash in zip(request.block_ids, hashes[: request.num_keyed], strict=False):
-                if self._keys[block_id] not in (None, block_hash):
+            for number in range(request.num_keyed):
+                found, block_id = self._keys[request.block_ids[number]], request.block_ids[number]
+                if found is not None and found.block_hash != request.key(number).block_hash:
                     violations.append(f"{name} has block {block_id}, whose key is that of other tokens")
         return violations
 
@@ -167,8 +194,13 @@ class DraftModel:
             self._drafting = Drafting(num_passes, len(found), proposing_s, num_caught_up, caught_up - began)
         return [drafts.get(context.request_id, []) for context in contexts]
 
+    def _introduce(self, new: NewRequest) -> Drafted:
+        """The request, before anything is computed of it."""
+        return Drafted(BlockHash(new.root), list(new.block_ids[0]), len(new.token_ids))
+
     def _take_tokens(self, context: Context) -> None:
         request = self._requests[context.request_id]
+        request.add_hashes(context.token_ids, self._block_size)
         self._runner.table.correct_tokens(context.request_id, context.token_ids, request.num_known)
         request.num_known = len(context.token_ids)
         self._set_keys(request)
@@ -206,18 +238,18 @@ class DraftModel:
             self._set_keys(self._requests[request_id])
         return sum(scheduled.values())
 
-    def _turn(self, request: _Drafted) -> int:
+    def _turn(self, request: Drafted) -> int:
         """The lowest is the first to catch up: what lacks least can propose soonest, but each time that others came
         first counts as a block less."""
         num_left = request.num_known - int(self._runner.table.num_computed_tokens[request.row])
         return num_left - request.num_passed_over * self._block_size
 
-    def _lacks_many(self, request: _Drafted) -> bool:
+    def _lacks_many(self, request: Drafted) -> bool:
         """Whether more tokens are to be computed than a pass for drafts takes."""
         num_left = request.num_known - int(self._runner.table.num_computed_tokens[request.row])
-        return num_left > _MAX_ROWS and request.num_known < self._limit
+        return num_left > self._max_rows and request.num_known < self._limit
 
-    def _chunk(self, request: _Drafted, start: int, work: float, most: int) -> int:
+    def _chunk(self, request: Drafted, start: int, work: float, most: int) -> int:
         """How many tokens of a request to compute after the first `start`, of at most so many, but for its last one. Up
         to the end of a block, one at least: others may share it, and read what is there of it."""
         end = request.num_known - 1
@@ -238,11 +270,13 @@ class DraftModel:
             start, stop = int(table.num_computed_tokens[request.row]), request.num_known
             most = min(
                 len(request.block_ids) * self._block_size + 1,  # the last draft is not computed
-                context.num_prompt_tokens + context.sampling.max_tokens - 1,  # none is of use after the last token
+                # None is of use after the last token.
+                context.num_prompt_tokens + context.sampling.max_tokens - 1 - request.shift,
                 self._limit,
             )
             depth = min(num_drafts, most - stop)
-            if depth > 0 and stop - start <= _MAX_ROWS:
+            has_all = stop > 0 and request.shift + stop == len(context.token_ids)
+            if has_all and depth > 0 and stop - start <= self._max_rows:
                 scheduled[request_id], depths[request_id] = stop - start, depth
                 self._clear_keys(request, start, stop + depth - 1)
         drafts: dict[RequestId, list[int]] = {request_id: [] for request_id in scheduled}
@@ -258,7 +292,7 @@ class DraftModel:
                     drafts[request_id].append(outcome[0].token_id)
         return {request_id: found for request_id, found in drafts.items() if found}
 
-    def _skip_computed(self, request: _Drafted) -> int:
+    def _skip_computed(self, request: Drafted) -> int:
         """Goes on after the blocks in which the draft model has computed the request's tokens, for it or another.
         Returns after how many tokens that is."""
         table = self._runner.table
@@ -267,35 +301,25 @@ class DraftModel:
         last = (request.num_known - 1) // self._block_size  # blocks without the last token
         if rest or first >= last or self._keys[request.block_ids[first]] is None:
             return start
-        hashes, number = self._hashes(request, last), first
-        while number < last and self._keys[request.block_ids[number]] == hashes[number]:
+        number = first
+        while number < last and self._keys[request.block_ids[number]] == request.key(number):
             number += 1
         if number > first:
-            start = number * self._block_size
+            start = number * self._block_size - self._num_again
             table.set_computed(request.row, start)
-            request.num_keyed = max(request.num_keyed, number)
+            request.num_keyed = max(request.num_keyed, start // self._block_size)
         return start
 
-    def _hashes(self, request: _Drafted, num_blocks: int) -> list[BlockHash]:
-        """Of its first blocks, so many at least."""
-        hashes, block_size = request.hashes, self._block_size
-        if len(hashes) < num_blocks:
-            start, stop = len(hashes) * block_size, num_blocks * block_size
-            token_ids = self._runner.table.token_ids[request.row, start:stop].tolist()
-            hashes += hash_prompt(token_ids, block_size, hashes[-1] if hashes else request.root)
-        return hashes
-
-    def _set_keys(self, request: _Drafted) -> None:
+    def _set_keys(self, request: Drafted) -> None:
         """Of blocks that are full of what was computed of the request's own tokens."""
         num_computed = int(self._runner.table.num_computed_tokens[request.row])
         num_full = min(num_computed, request.num_known) // self._block_size
         if num_full > request.num_keyed:
-            hashes = self._hashes(request, num_full)
             for number in range(request.num_keyed, num_full):
-                self._keys[request.block_ids[number]] = hashes[number]
+                self._keys[request.block_ids[number]] = request.key(number)
             request.num_keyed = num_full
 
-    def _clear_keys(self, request: _Drafted, start: int, stop: int) -> None:
+    def _clear_keys(self, request: Drafted, start: int, stop: int) -> None:
         """Tokens [start, stop) of the request are written to their blocks."""
         for number in range(start // self._block_size, -(-stop // self._block_size)):
             self._keys[request.block_ids[number]] = None
@@ -308,13 +332,15 @@ class DraftModel:
             request.num_keyed = 0
 
 
-def _of_draft_model(new: NewRequest) -> NewRequest:
+def _of_draft_model(new: NewRequest, request: Drafted) -> NewRequest:
     """A request as the draft model's runner is to know it: nothing is computed, and only tokens are wanted."""
     sampling = msgspec.structs.replace(new.sampling, num_logprobs=None, prompt_logprobs=None, structured_outputs=None)
     return replace(
         new,
         sampling=sampling,
-        block_ids=new.block_ids[:1],
+        token_ids=new.token_ids[request.shift :],
+        num_prompt_tokens=new.num_prompt_tokens - request.shift,
+        block_ids=[request.block_ids],
         num_computed_tokens=0,
         wants_prompt_logprobs=False,
         positions=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
 
@@ -62,12 +62,18 @@ class ModelRunner:
         processors: Sequence[LogitsProcessor] = (),
         proposer: GuardedProposer | None = None,
         links: StageLinks = _ONE_STAGE,
+        inputs: Callable[[PackedBatch], torch.Tensor] | None = None,
+        on_computed: Callable[[PackedBatch], None] | None = None,
     ) -> None:
+        """`inputs` gives what a stage that is not the first takes in place of tokens; None: what comes by `links`.
+        `on_computed` is called after each forward pass, before anything is sampled."""
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._loaded = loaded
         self._stage = stage = loaded.stage
         self._links = links
+        self._inputs = inputs or self._receive
+        self.on_computed = on_computed
         self._memory = loaded.device.memory
         self._kv_cache = kv_cache
         self._block_size = block_size
@@ -147,6 +153,8 @@ class ModelRunner:
             batch = before.fill_in(batch)
         phases.enter(Phase.FORWARD)
         logits = self._forward(batch)
+        if self.on_computed is not None:
+            self.on_computed(batch)
         if not self._stage.is_last:
             self._links.send(logits)
             return FinishedStep(ModelRunnerOutput())
@@ -242,7 +250,7 @@ class ModelRunner:
     def _forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [len(batch.logits_index), vocabulary]; see Stage.forward."""
         num_tokens = batch.input_ids.shape[0]
-        tokens = batch.input_ids if self._stage.is_first else self._receive(num_tokens)
+        tokens = batch.input_ids if self._stage.is_first else self._inputs(batch)
         inputs = DecodeInputs(tokens, batch.positions, batch.attention)
         keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
         if not batch.prompt_runs and self._recorded is not None and batch.attention.num_decodes == num_tokens:
@@ -254,9 +262,9 @@ class ModelRunner:
                 return found if keeps_all else found[batch.logits_index]
         return self._compute(inputs, None if keeps_all or not self._stage.is_last else batch.logits_index)
 
-    def _receive(self, num_tokens: int) -> torch.Tensor:
+    def _receive(self, batch: PackedBatch) -> torch.Tensor:
         """Hidden states of the stage before."""
-        hidden = self._links.receive((num_tokens, self._stage.hidden_size), self._passed_dtype)
+        hidden = self._links.receive((len(batch.input_ids), self._stage.hidden_size), self._passed_dtype)
         return hidden.to(self._kv_cache.device)
 
     @property

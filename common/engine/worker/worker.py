@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.kv_connector import NO_FENCES, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.draft_loader import load_draft_model
+from common.engine.model.eagle3 import Eagle3, load_eagle3
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.kv_groups import GroupLayers, all_in_one
@@ -39,9 +41,11 @@ from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.guard import GuardedProposer
 from common.engine.speculation.registry import create_proposer
-from common.engine.speculative import DraftModelOptions
+from common.engine.speculative import DraftModelOptions, Eagle3Options
 from common.engine.worker.connector import create_connector
 from common.engine.worker.draft_model import DraftModel
+from common.engine.worker.features import Features
+from common.engine.worker.head import Head, HeadRunner
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
@@ -99,6 +103,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._proposer: Proposer | None = None
         self._draft_loaded: LoadedModel | None = None
+        self._eagle3: Eagle3 | None = None
         self._drafts: _Drafts | None = None
 
     def load_model(self) -> ModelFacts:
@@ -110,14 +115,22 @@ class Worker:
         if self.rank == self._config.parallel.answering_rank:  # others may find another time too long
             self._proposer = create_proposer(self._config)
             method = self._config.speculation.method
-            if method is not None and isinstance(method.options, DraftModelOptions):
+            if method is not None and isinstance(method.options, Eagle3Options):
+                if self._config.parallel.pipeline_parallel_size > 1:
+                    raise ConfigError.of("speculative", "eagle3: not for a model that is cut into stages")
+                self._eagle3 = load_eagle3(self._config.model, method.options, device_number)
+                self._draft_loaded = self._eagle3.loaded
+            elif method is not None and isinstance(method.options, DraftModelOptions):
                 self._draft_loaded = load_draft_model(self._config.model, method.options, device_number)
         loaded = self._loaded = load_model(
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
+        if self._eagle3 is not None:
+            self._eagle3.module.share_embedding(loaded)
         if self._draft_loaded is not None and loaded.kv_groups[0].kind != "full":
-            reason = "draft: not for a model whose first KV group keeps a window of tokens only"
+            name = "draft" if self._eagle3 is None else "eagle3"
+            reason = f"{name}: not for a model whose first KV group keeps a window of tokens only"
             raise ConfigError.of("speculative", reason)
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
@@ -156,6 +169,7 @@ class Worker:
         assert self._loaded is not None
         block_size = self._config.cache.block_size
         self._kv_cache = kv_cache = allocate_kv_cache(self._loaded.kv_spec, num_blocks, block_size, self._loaded.device)
+        features = None if self._eagle3 is None else self._open_features(self._eagle3, num_blocks)
         fitting = (num_blocks - 1) // len(self._loaded.kv_groups) * block_size
         self._runner = ModelRunner(
             self._loaded,
@@ -170,12 +184,13 @@ class Worker:
             ),
             proposer=self._guarded_proposer(self._loaded.vocab_size),
             links=self._links,
+            on_computed=None if features is None else features.write,
         )
         can_record = self._ranks.can_record and self._experts is None
         if not self._config.model.enforce_eager and can_record:
             self._runner.record_decodes()
         if self._draft_loaded is not None:
-            self._drafts = self._open_draft_model(self._draft_loaded, num_blocks, self._runner.max_model_len)
+            self._drafts = self._open_draft_model(self._draft_loaded, num_blocks, self._runner, features)
 
     def measure_steps(self) -> list[tuple[int, float]]:
         """See Executor.measure_steps."""
@@ -224,9 +239,9 @@ class Worker:
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None
-        self._runner.update_requests(step)
         if self._drafts is not None:
             self._drafts.model.begin_step(step)
+        self._runner.update_requests(step)
         if self._experts is not None:
             self._experts.begin_step(step.tokens_by_engine)
         if not step.num_scheduled_tokens:
@@ -251,7 +266,8 @@ class Worker:
         drafting = drafts.model.take_drafting()
         if drafts.guard.is_off:
             drafting = Drafting(has_failed=True)
-            self._drafts = self._draft_loaded = None
+            self._drafts = self._draft_loaded = self._eagle3 = None
+            self._runner.on_computed = None
         return replace(output, drafts=proposed.drafts, proposer_failure=proposed.failure, drafting=drafting)
 
     @torch.inference_mode()
@@ -270,7 +286,7 @@ class Worker:
         if connector is not None:
             connector.close()
         self._runner = None
-        self._proposer = self._draft_loaded = self._drafts = None
+        self._proposer = self._draft_loaded = self._eagle3 = self._drafts = None
         self._kv_cache = None
         self._loaded = None
         self._ranks.close()
@@ -282,26 +298,43 @@ class Worker:
         proposer, self._proposer = self._proposer, None  # the guard lets go of one that is switched off
         return None if proposer is None else GuardedProposer(proposer, vocab_size, self._config.step_share_s)
 
-    def _open_draft_model(self, loaded: LoadedModel, num_blocks: int, max_model_len: int) -> _Drafts:
+    def _open_features(self, eagle3: Eagle3, num_blocks: int) -> Features:
+        assert self._loaded is not None
+        scheduler = self._config.scheduler
+        most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        inputs = eagle3.keep_inputs(self._loaded, most)
+        return Features(eagle3.module, inputs, num_blocks, self._config.cache.block_size, self._loaded.device.memory)
+
+    def _open_draft_model(
+        self, loaded: LoadedModel, num_blocks: int, target: ModelRunner, features: Features | None
+    ) -> _Drafts:
         assert self._loaded is not None
         block_size, scheduler = self._config.cache.block_size, self._config.scheduler
-        runner = ModelRunner(
+        create = ModelRunner if features is None else partial(HeadRunner, features)
+        runner = create(
             replace(loaded, eos_token_ids=self._loaded.eos_token_ids),  # which `min_tokens` excludes
             allocate_kv_cache(loaded.kv_spec, num_blocks, block_size, loaded.device),
             block_size=block_size,
             max_num_seqs=scheduler.max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=target.max_model_len,
         )
         if not self._config.model.enforce_eager:
             runner.record_decodes()
-        model = DraftModel(runner, num_blocks, block_size, loaded.max_model_len, scheduler.max_num_batched_tokens)
+        limits = (num_blocks, block_size, loaded.max_model_len, scheduler.max_num_batched_tokens)
+        if features is None or self._eagle3 is None:
+            model = DraftModel(runner, *limits)
+        else:
+            model = Head(target, features, self._eagle3.depth, runner, *limits)
         return _Drafts(model, GuardedProposer(model, loaded.vocab_size, math.inf))
 
     @property
     def _draft_bytes_per_block(self) -> int:
-        """Of the draft model's KV, beside the model's."""
-        loaded = self._draft_loaded
-        return 0 if loaded is None else loaded.kv_spec.bytes_per_block(self._config.cache.block_size)
+        """Of the draft model's KV, and the features that a head takes, beside the model's."""
+        loaded, block_size = self._draft_loaded, self._config.cache.block_size
+        if loaded is None:
+            return 0
+        features = 0 if self._eagle3 is None else block_size * self._eagle3.module.feature_size * loaded.dtype.itemsize
+        return loaded.kv_spec.bytes_per_block(block_size) + features
 
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)

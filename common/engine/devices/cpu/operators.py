@@ -17,7 +17,12 @@ from common.engine.devices.cpu.kernels.compiled import (
     result,
     threads_for,
 )
-from common.engine.devices.cpu.kernels.elementwise import add_norm_kernel, embed_kernel, silu_mul_kernel
+from common.engine.devices.cpu.kernels.elementwise import (
+    add_norm_kernel,
+    copy_kernel,
+    embed_kernel,
+    silu_mul_kernel,
+)
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.streamed_int8_linear import compiled
 from common.engine.devices.cpu.streamed_linear import StreamedLinear
@@ -67,6 +72,13 @@ class CpuOperators:
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         """See Operators."""
         return _AddNorm(norm, dtype)
+
+    def copy(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """See Operators."""
+        call = Call(copy_kernel(element_type_of(out.dtype), out.shape[1], out.stride(0)))
+        call.point("hidden", hidden)
+        call.point("out", out)
+        call.run(len(hidden), threads_for(hidden.numel()))
 
     def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         """See Operators."""

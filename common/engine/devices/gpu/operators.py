@@ -67,6 +67,10 @@ class TritonOperators:
         """See Operators."""
         return _AddNorm(norm, dtype)
 
+    def copy(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """See Operators."""
+        out.copy_(hidden)
+
     def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         """See Operators."""
         linear, size = self.linear(gate_up), gate_up.out_features // 2

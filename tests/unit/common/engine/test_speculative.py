@@ -9,7 +9,7 @@ import pytest
 from common.config import Section, build, parse, to_arguments
 from common.engine.config import SpeculationConfig
 from common.engine.llm import engine_config
-from common.engine.speculative import DraftModelOptions, NgramOptions, SuffixOptions
+from common.engine.speculative import DraftModelOptions, Eagle3Options, NgramOptions, SuffixOptions
 from common.errors import ConfigError
 from decode_service.config import DecodeConfig
 from deploy.cluster_config import parse_cluster
@@ -22,10 +22,12 @@ GOOD = {
     "suffix:": SuffixOptions(),
     "draft:model=some/model": DraftModelOptions(model="some/model"),
     "draft:model=/a:b,depth=1,revision=v1": DraftModelOptions(model="/a:b", depth=1, revision="v1"),
+    "eagle3:model=some/head": Eagle3Options(model="some/head"),
+    "eagle3:model=/a:b,depth=1,revision=v1": Eagle3Options(model="/a:b", depth=1, revision="v1"),
     "some.module:create": None,
 }
 BAD = {
-    "ngrams": "--speculative: 'ngrams' is none of ngram, suffix, draft, and not a module:factory of a proposer",
+    "ngrams": "--speculative: 'ngrams' is none of ngram, suffix, draft, eagle3, and not a module:factory of a proposer",
     "ngrams:depth=3": "--speculative: 'ngrams:depth=3' is none of",
     "ngram:deep=3": "--speculative: ngram has no option 'deep=3'; it has depth, min, max",
     "ngram:depth": "--speculative: ngram has no option 'depth'",
@@ -40,6 +42,9 @@ BAD = {
     "draft:model=m,depth=0": "--speculative: draft:depth: must be >= 1, got 0",
     "draft:model=m,depth=100": "--speculative: draft:depth: must be <= 16, got 100",
     "draft:model=m,max=3": "--speculative: draft has no option 'max=3'; it has model, depth, revision",
+    "eagle3": "--speculative: eagle3: model is missing, as in eagle3:model=PATH_OR_ID,depth=4",
+    "eagle3:model=m,depth=0": "--speculative: eagle3:depth: must be >= 1, got 0",
+    "eagle3:model=m,depth=100": "--speculative: eagle3:depth: must be <= 16, got 100",
     "suffix:depth=17": "--speculative: suffix:depth: must be <= 16, got 17",
     "suffix:memory=1": "--speculative: suffix:memory: must be >= 1048576, got 1",
     "suffix:memory=lots": "--speculative: suffix:memory: expected a size such as 512MiB or 4GB, got 'lots'",

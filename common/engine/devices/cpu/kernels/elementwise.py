@@ -60,6 +60,19 @@ def add_norm_kernel(element: ElementType, size: int) -> Kernel:
 
 
 @cache
+def copy_kernel(element: ElementType, size: int, stride: int) -> Kernel:
+    """out = hidden, float32 [tokens, size]; out is of `element`, its rows `stride` numbers apart."""
+    lanes = lanes_of(size)
+
+    def body(b: Builder, token: Value, a: Any) -> None:
+        hidden, out = a.hidden.at(token * size), a.out.at(token * stride)
+        with b.loop(0, size, lanes) as i:
+            out.at(i).store(hidden.at(i).load(lanes))
+
+    return Kernel("copy", {"hidden": ElementType.FLOAT32, "out": element}, body)
+
+
+@cache
 def silu_mul_kernel(element: ElementType, size: int) -> Kernel:
     """out = silu(gate) * up; gate and up are the halves of gate_up [tokens, 2 * size], out is [tokens, size]."""
     lanes = lanes_of(size)

@@ -1,0 +1,289 @@
+"""EAGLE-3 heads: one decoder layer that predicts a model's tokens from its own hidden states.
+
+At each place the head takes the embedding of the next token and the place's *feature*: what the model's residual stream
+was before three of its layers, brought to the head's size by `fc`. It predicts the token after the next. Where the
+model has computed no feature yet, the head's own output of the place before stands for it. (EAGLE-3, arXiv:2503.01840;
+the files are those of its authors and of SpecForge.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from common.engine.config import Kernels, ModelConfig
+from common.engine.devices.attention import AttentionArgs, KVSpec
+from common.engine.devices.ranks import OneRank
+from common.engine.devices.registry import DEVICES
+from common.engine.model.attention_hook import ATTENTION_NAME
+from common.engine.model.kv_groups import all_in_one
+from common.engine.model.layer_inputs import LayerInputs, can_keep_inputs
+from common.engine.model.loader import (
+    LoadedModel,
+    find_row_sampler,
+    find_weights,
+    model_directory,
+    quiet_transformers,
+    read_config,
+    read_model_config,
+    resolve_dtype,
+    unusable,
+)
+from common.engine.model.stages import Stage
+from common.engine.speculative import Eagle3Options
+from common.errors import ConfigError, ModelLoadError
+
+_NUM_LAYERS = 3  # of the model, whose inputs are fused
+_ROPES = frozenset({"default", "linear", "llama3", "yarn"})  # that do not change with the length of a text
+
+
+class Eagle3Head(nn.Module):
+    """Called as a transformers model; its inputs are embeddings and features [1, tokens, sizes of both]."""
+
+    def __init__(self, config: LlamaConfig, fc_size: int, embedding_size: int, draft_size: int) -> None:
+        super().__init__()
+        self.feature_size = int(config.hidden_size)
+        self.fc = nn.Linear(fc_size, self.feature_size, bias=False)
+        self.midlayer = _Layer(config, embedding_size)
+        self.norm = LlamaRMSNorm(self.feature_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(self.feature_size, draft_size, bias=False)
+        self.rotary_emb: nn.Module | None = None
+        self.embed_tokens: nn.Embedding | None = None
+        self.embedding_size = embedding_size
+        self.vocab_size = int(config.vocab_size)
+        self.target_ids: torch.Tensor | None  # [draft_size]: the model's tokens that the head may propose; None: all
+        self.register_buffer("target_ids", None, persistent=False)
+        self._outputs = torch.empty(0)
+
+    def keep_outputs(self, num_tokens: int) -> None:
+        """From now on the outputs of up to so many tokens are kept, always in the same place."""
+        weight = self.norm.weight
+        self._outputs = torch.zeros((num_tokens, self.feature_size), dtype=weight.dtype, device=weight.device)
+
+    def outputs(self, index: torch.Tensor) -> torch.Tensor:
+        """Of these tokens of the last call, before the norm: what stands for features of the next places."""
+        return self._outputs[index]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, embedding size]"""
+        assert self.embed_tokens is not None
+        return functional.embedding(token_ids, self.embed_tokens.weight)
+
+    def fuse(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Features [tokens, feature size] of what the model's layers were given, side by side."""
+        return functional.linear(inputs, self.fc.weight)
+
+    def share_embedding(self, target: LoadedModel) -> None:
+        """Takes the model's own embedding, unless the head came with one. Raises ConfigError."""
+        if self.embed_tokens is None:
+            embedding = target.model.get_input_embeddings()
+            if not isinstance(embedding, nn.Embedding) or len(embedding.weight) < self.vocab_size:
+                raise _refused("without embed_tokens.weight, for models only whose embedding is not cut")
+            self.embed_tokens = embedding
+
+    def forward(
+        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: int | torch.Tensor, **_: Any
+    ) -> CausalLMOutput:
+        """Logits of the vocabulary, of the tokens `logits_to_keep`; 0: of all."""
+        embeddings, features = inputs_embeds[..., : self.embedding_size], inputs_embeds[..., self.embedding_size :]
+        assert self.rotary_emb is not None
+        hidden = self.midlayer(embeddings, features, self.rotary_emb(features, position_ids))
+        self._outputs[: hidden.shape[1]] = hidden[0]
+        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
+        logits = self.lm_head(self.norm(kept))
+        if self.target_ids is not None:
+            own, logits = logits, logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+            logits[..., self.target_ids] = own
+        return CausalLMOutput(logits=logits)
+
+
+class _Layer(LlamaDecoderLayer):  # type: ignore[misc]  # without types
+    """A decoder layer whose attention takes two inputs side by side."""
+
+    def __init__(self, config: LlamaConfig, embedding_size: int) -> None:
+        super().__init__(config, 0)
+        self.input_layernorm = LlamaRMSNorm(embedding_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._is_residual_normed = bool(getattr(config, "norm_before_residual", False))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            own = getattr(self.self_attn, name)
+            size = embedding_size + config.hidden_size
+            setattr(self.self_attn, name, nn.Linear(size, own.out_features, bias=own.bias is not None))
+
+    def forward(
+        self, embeddings: torch.Tensor, features: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """[1, tokens, hidden size]"""
+        normed = self.hidden_norm(features)
+        attended, _ = self.self_attn(
+            hidden_states=torch.cat([self.input_layernorm(embeddings), normed], dim=-1),
+            position_embeddings=position_embeddings,
+            attention_mask=None,
+        )
+        hidden = attended + (normed if self._is_residual_normed else features)
+        out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Eagle3(NamedTuple):
+    """A head that was loaded before its model."""
+
+    module: Eagle3Head
+    loaded: LoadedModel  # the head, as a model that takes hidden states
+    layers: tuple[int, ...]  # of the model, whose inputs make features
+    depth: int  # most drafts
+
+    def keep_inputs(self, target: LoadedModel, num_tokens: int) -> LayerInputs:
+        """From now on the model keeps what the head needs, of steps of up to so many tokens."""
+        self.module.keep_outputs(num_tokens)
+        return LayerInputs(target, self.layers, num_tokens)
+
+
+def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int) -> Eagle3:
+    """Loads it whole, however the model that `config` names is cut, whose weights are not read. Raises ConfigError that
+    names the option, or the setting of the model."""
+    device = DEVICES.find(config.device)(config, device_number)
+    directory = model_directory(config, ["config.json"])
+    read_config(directory)
+    with quiet_transformers(), unusable(directory):
+        target_config = read_model_config(directory)
+        dtype = resolve_dtype(config, target_config, device)
+    own = msgspec.structs.replace(config, model=options.model, revision=options.revision)
+    try:
+        directory = model_directory(own)
+        raw_config, weight_files = read_config(directory), find_weights(directory)
+        weights = _read_weights(options.model, weight_files)
+    except ModelLoadError as error:
+        raise _refused(error.message) from error
+    text_config = target_config.get_text_config()
+    layers = _layers_of(raw_config, config.model, text_config)
+    with quiet_transformers():
+        weights = {key: value.to(dtype) if value.is_floating_point() else value for key, value in weights.items()}
+        module = _build(options.model, raw_config, weights, config.model, text_config)
+    module = module.to(device.torch_device).eval().requires_grad_(False)
+    attention = module.midlayer.self_attn
+    num_heads, num_kv_heads = (each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj))
+    spec = KVSpec(1, num_kv_heads, attention.head_dim, attention.head_dim, dtype)
+    try:
+        attends = device.can_attend(spec, [num_heads], [AttentionArgs(attention.scaling, None, None, None)])
+    except Exception:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
+        attends = False
+    row_sampler, sampler_failed = find_row_sampler(device, module.vocab_size, dtype)
+    kernels: Kernels = "attention" if attends else "torch"
+    loaded = LoadedModel(
+        model=module,
+        stage=Stage([range(0), range(1)], 1, module.embedding_size + module.feature_size),
+        decoder=None,
+        kernels=kernels,
+        kernels_failed=sampler_failed,
+        row_sampler=row_sampler,
+        step_sampler=device.step_sampler(kernels),
+        rounding="",
+        device=device,
+        ranks=OneRank(),
+        dtype=dtype,
+        kv_groups=all_in_one(spec, [None]),
+        kv_spec=spec,
+        attention_modules=[attention],
+        vocab_size=module.vocab_size,
+        max_model_len=int(attention.config.max_position_embeddings),
+        eos_token_ids=frozenset(),
+        config=raw_config,
+        weight_files=weight_files,
+        directory=directory,
+        layers_by_stage=(),
+    )
+    return Eagle3(module, loaded, layers, options.depth)
+
+
+def _layers_of(raw_config: dict[str, Any], model: str, text_config: Any) -> tuple[int, ...]:
+    if not can_keep_inputs(text_config):
+        raise _refused(f"the code of {model} does not say which its layers are")
+    num_layers = int(text_config.num_hidden_layers)
+    eagle_config = raw_config.get("eagle_config") or {}
+    named = eagle_config.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
+    layers = sorted(set(named))
+    if len(layers) != _NUM_LAYERS or not all(layer in range(num_layers) for layer in layers):
+        raise _refused(f"takes layers {named} of a model, and {model} has {num_layers}")
+    return tuple(layers)
+
+
+def _read_weights(name: str, files: list[Path]) -> dict[str, torch.Tensor]:
+    """By names without the prefixes that differ."""
+    weights = {}
+    try:
+        for path in files:
+            with safe_open(path, "pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  it is no mapping
+                    own = key.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+                    weights[own] = opened.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{name} cannot be read: {error}", param="model") from error
+    return weights
+
+
+def _build(
+    name: str, raw_config: dict[str, Any], weights: dict[str, torch.Tensor], model: str, text_config: Any
+) -> Eagle3Head:
+    """The head with its weights, once it fits the model. Raises ConfigError."""
+    fc, query, head = (weights.get(f"{each}.weight") for each in ("fc", "midlayer.self_attn.q_proj", "lm_head"))
+    if fc is None or query is None or head is None:
+        missing = "fc" if fc is None else "midlayer" if query is None else "lm_head"
+        raise _refused(f"{name} is no EAGLE-3 head with weights of its own: it has no {missing}")
+    size, vocab_size = int(text_config.hidden_size), int(text_config.vocab_size)
+    if fc.shape[1] != _NUM_LAYERS * size:
+        raise _refused(
+            f"{name} is for a model of hidden size {fc.shape[1] / _NUM_LAYERS:g}, and that of {model} is {size}"
+        )
+    t2d, d2t = weights.pop("t2d", None), weights.pop("d2t", None)
+    draft_size = len(head)
+    own_size = raw_config.get("vocab_size") if t2d is None else len(t2d)
+    if own_size != vocab_size:
+        raise _refused(f"{name} is for a vocabulary of {own_size} tokens, and {model} has one of {vocab_size}")
+    if draft_size != (vocab_size if d2t is None else len(d2t)):
+        raise _refused(f"{name} proposes {draft_size} tokens of {vocab_size}, and does not say which (d2t)")
+    target_ids = torch.arange(draft_size) + (0 if d2t is None else d2t.long())
+    if bool((target_ids < 0).any()) or bool((target_ids >= vocab_size).any()):
+        raise _refused(f"{name} proposes tokens outside the vocabulary (d2t)")
+    embedding = weights.pop("embed_tokens.weight", None)
+    embedding_size = size if embedding is None else embedding.shape[1]
+    rope = (raw_config.get("rope_scaling") or raw_config.get("rope_parameters") or {}).get("rope_type", "default")
+    if rope not in _ROPES:
+        raise _refused(f"{name} has rotary embeddings of type {rope!r}, which is none of {', '.join(sorted(_ROPES))}")
+    try:
+        config = LlamaConfig.from_dict(raw_config, attn_implementation=ATTENTION_NAME)
+        with torch.device("meta"):
+            module = Eagle3Head(config, fc.shape[1], embedding_size, draft_size)
+        module.rotary_emb = LlamaRotaryEmbedding(config)  # which reads nothing, and stays float32
+    except Exception as error:  # third-party code over user files: any exception means unusable
+        raise _refused(f"{name} cannot be built: {str(error).strip().splitlines()[0]}") from error
+    _check_shapes(name, {key: value.shape for key, value in module.state_dict().items()}, weights)
+    module.load_state_dict(weights, assign=True)
+    if embedding is not None:
+        module.embed_tokens = nn.Embedding(embedding.shape[0], embedding.shape[1], _weight=embedding)
+    if d2t is not None:
+        module.target_ids = target_ids
+    return module
+
+
+def _check_shapes(name: str, shapes: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor]) -> None:
+    for key in sorted(shapes.keys() ^ weights.keys()):
+        what = "lacks the weight" if key in shapes else "has a weight that is not known here,"
+        raise _refused(f"{name} {what} {key}")
+    for key, shape in shapes.items():
+        if weights[key].shape != shape:
+            raise _refused(f"{name}: {key} is {list(weights[key].shape)}, and by the configuration {list(shape)}")
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError.of("speculative", f"eagle3:model: {reason}")
