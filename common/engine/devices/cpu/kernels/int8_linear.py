@@ -1,7 +1,8 @@
 """Linear layers whose weights are int8 with one scale per output.
 
-With few rows a linear layer takes as long as reading its weight from memory, and int8 is half of bfloat16. Each block
-of outputs is widened to float32 piece by piece in the core's cache, and all rows are multiplied with the piece.
+With few rows a linear layer takes as long as reading its weight from memory, and int8 is half of bfloat16. They are
+multiplied as in `linear`, with numbers that are widened to float32 in registers. For more rows each block of outputs is
+widened piece by piece in the core's cache, and all rows are multiplied with the piece.
 Activations keep their type and an output is scaled when it is complete: rounding the weights is all that int8 changes.
 The products of an output are added up in the same order whatever the number of rows.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from common.engine.devices.cpu.kernels import linear
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 
@@ -47,9 +49,20 @@ def int8_linear_kernel(element: ElementType, block: int, piece: int, *, has_bias
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weight = a.weight.at(task * a.in_features * block)
-        totals, widened, inputs = b.scratch(MAX_ROWS * block), b.scratch(piece * block), b.scratch(_ROWS[0] * piece)
+        totals = b.scratch(MAX_ROWS * block)
         with b.loop(0, a.num_rows * block, MAX_LANES) as place:
             totals.at(place).store(b.number(0.0, MAX_LANES))
+        for num_rows in range(1, linear.ROWS + 1):
+            with b.when((a.num_rows >= num_rows) & (a.num_rows < num_rows + 1)):
+                rows = [a.inputs.at(a.in_features * i) for i in range(num_rows)]
+                sums = [totals.at(i * block) for i in range(num_rows)]
+                linear.add_products(b, rows, weight, sums, block, (0, a.in_features))
+        with b.when(a.num_rows >= linear.ROWS + 1):
+            widen(b, a, weight, totals)
+        write_scaled(b, a, totals, first_output=task * block, block=block, lanes=MAX_LANES, has_bias=has_bias)
+
+    def widen(b: Builder, a: Any, weight: Pointer, totals: Pointer) -> None:
+        widened, inputs = b.scratch(piece * block), b.scratch(_ROWS[0] * piece)
         num_shares = (a.num_rows + (_ROWS[0] - 1)) // _ROWS[0]
         share = (num_shares + (num_lines - 1)) // num_shares
         with b.loop(0, a.in_features, piece) as first:
@@ -70,7 +83,6 @@ def int8_linear_kernel(element: ElementType, block: int, piece: int, *, has_bias
                     sums = [totals.at((row + i) * block) for i in range(num_rows)]
                     _multiply(b, sources, widened, sums, block, piece)
                 start = end
-        write_scaled(b, a, totals, first_output=task * block, block=block, lanes=MAX_LANES, has_bias=has_bias)
 
     return Kernel("int8_linear", arguments_of(element), body)
 

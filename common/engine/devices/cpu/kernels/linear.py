@@ -12,11 +12,19 @@ from functools import cache
 from typing import Any
 
 from common.engine.devices.cpu.kernels.compiled import Kernel
-from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, Variable
+from common.engine.devices.cpu.kernels.language import (
+    MAX_LANES,
+    Builder,
+    ElementType,
+    Operand,
+    Pointer,
+    Value,
+    Variable,
+)
 from common.engine.devices.cpu.kernels.pairs import fma_pairs, load_pair, load_pairs
 
 MAX_ROWS = 64
-_ROWS = 6  # computed at once, with sums in registers
+ROWS = 6  # computed at once, with sums in registers
 _MAX_VECTORS = MAX_LANES * 3 // 2  # of sums, in 32 or 16 registers
 _PIECE = 16  # inputs, or pairs of them; those of a layer are a multiple
 _UNROLLED = 4  # of these
@@ -57,12 +65,12 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel
             def multiply(row: Value, num_rows: int, part: tuple[Value, Value] = (first, last)) -> None:
                 rows = [row + i for i in range(num_rows)]
                 inputs = [a.inputs.at(each * a.in_features) for each in rows]
-                _multiply(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
+                add_products(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
 
-            rest = a.num_rows % _ROWS
-            with b.loop(0, a.num_rows - rest, _ROWS) as row:
-                multiply(row, _ROWS)
-            for num_rows in range(1, _ROWS):
+            rest = a.num_rows % ROWS
+            with b.loop(0, a.num_rows - rest, ROWS) as row:
+                multiply(row, ROWS)
+            for num_rows in range(1, ROWS):
                 with b.when((rest >= num_rows) & (rest < num_rows + 1)):
                     multiply(a.num_rows - rest, num_rows)
         with b.loop(0, a.num_rows) as row, b.loop(0, block, MAX_LANES) as output:
@@ -73,15 +81,18 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel
     return Kernel("linear", arguments | dict.fromkeys(("num_rows", "in_features", "out_features")), body)
 
 
-def _multiply(
+def add_products(
     b: Builder,
     inputs: list[Pointer],
     weights: Pointer,
     totals: list[Pointer],
     block: int,
-    part: tuple[Value, Value],
+    part: tuple[Operand, Operand],
 ) -> None:
-    """totals += inputs @ a part of the weights, for some rows."""
+    """totals += inputs @ weights, from one input to another, for 1 to ROWS rows.
+
+    Of inputs and totals there is one pointer per row; weights [in_features / pair, block, pair].
+    """
     pair = pair_of(weights.element)
     width = min(block, _MAX_VECTORS // len(inputs) * MAX_LANES)
     while block % width:
@@ -94,15 +105,15 @@ def _multiply(
                 columns = [weights.at((first + k) * block + place * pair) for place in places]
                 factors = [load_pairs(each, MAX_LANES) if pair == 2 else each.load(MAX_LANES) for each in columns]
                 for row, source in zip(sums, inputs, strict=True):
-                    _add_products(b, row, source.at(first + k), factors)
+                    _add_products(b, row, source.at(first + k), factors, are_pairs=pair == 2)
         for total, row in zip(totals, sums, strict=True):
             for place, sum_ in zip(places, row, strict=True):
                 total.at(place).store(sum_.get())
 
 
-def _add_products(b: Builder, sums: list[Variable], source: Pointer, factors: list[Any]) -> None:
+def _add_products(b: Builder, sums: list[Variable], source: Pointer, factors: list[Any], *, are_pairs: bool) -> None:
     """sums += one input, or a pair of them, times its weights."""
-    if source.element is ElementType.BFLOAT16:
+    if are_pairs:
         two = load_pair(source, MAX_LANES)
         for sum_, factor in zip(sums, factors, strict=True):
             sum_.set(fma_pairs(b, two, factor, sum_.get()))
