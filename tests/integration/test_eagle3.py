@@ -241,9 +241,7 @@ def test_what_is_no_head_for_the_model_is_refused_before_that_is_loaded(tmp_path
             LLM(unloadable, speculative=f"eagle3:model={head}")
         assert "\n" not in caught.value.message, number
         assert caught.value.param == "speculative"
-    with pytest.raises(
-        ConfigError, match=r"^--speculative: eagle3:model: .* does not say which its layers are"
-    ):
+    with pytest.raises(ConfigError, match=r"^--speculative: eagle3:model: .* does not say which its layers are"):
         LLM(tiny_model_dir("gpt2"), speculative=f"eagle3:model={HEAD}")
     with pytest.raises(ConfigError, match=r"^--speculative: eagle3: not for a model that is cut into stages"):
         LLM(LLAMA, speculative=f"eagle3:model={HEAD}", pipeline_parallel_size=2)

@@ -20,17 +20,13 @@ from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from common.engine.config import Kernels, ModelConfig
+from common.engine.config import ModelConfig
 from common.engine.devices.attention import AttentionArgs, KVSpec
-from common.engine.devices.ranks import OneRank
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
-from common.engine.model.heads import HeadModule, LoadedHead, stage_of_head
+from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
 from common.engine.model.hidden_states import can_keep_inputs, layer_inputs
-from common.engine.model.kv_groups import all_in_one
 from common.engine.model.loader import (
-    LoadedModel,
-    find_row_sampler,
     find_weights,
     model_directory,
     quiet_transformers,
@@ -132,35 +128,9 @@ def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int)
     attention = module.midlayer.self_attn
     num_heads, num_kv_heads = (each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj))
     spec = KVSpec(1, num_kv_heads, attention.head_dim, attention.head_dim, dtype)
-    try:
-        attends = device.can_attend(spec, [num_heads], [AttentionArgs(attention.scaling, None, None, None)])
-    except Exception:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
-        attends = False
-    row_sampler, sampler_failed = find_row_sampler(device, module.vocab_size, dtype)
-    kernels: Kernels = "attention" if attends else "torch"
-    loaded = LoadedModel(
-        model=module,
-        stage=stage_of_head(module),
-        decoder=None,
-        kernels=kernels,
-        kernels_failed=sampler_failed,
-        row_sampler=row_sampler,
-        step_sampler=device.step_sampler(kernels),
-        rounding="",
-        device=device,
-        ranks=OneRank(),
-        dtype=dtype,
-        kv_groups=all_in_one(spec, [None]),
-        kv_spec=spec,
-        attention_modules=[attention],
-        vocab_size=module.vocab_size,
-        max_model_len=int(attention.config.max_position_embeddings),
-        eos_token_ids=frozenset(),
-        config=raw_config,
-        weight_files=weight_files,
-        directory=directory,
-        layers_by_stage=(),
-    )
+    found = FoundAttention(spec, [num_heads], [AttentionArgs(attention.scaling, None, None, None)], [attention])
+    max_model_len = int(attention.config.max_position_embeddings)
+    loaded = as_model(module, found, device, max_model_len, Files(raw_config, weight_files, directory))
     return LoadedHead(module, loaded, partial(layer_inputs, layers), options.depth)
 
 

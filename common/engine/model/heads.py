@@ -7,16 +7,25 @@ output of the place before stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from common.engine.config import Kernels
+from common.engine.devices.attention import AttentionArgs, KVSpec
+from common.engine.devices.base import Device
+from common.engine.devices.ranks import OneRank
 from common.engine.model.hidden_states import HiddenStates
-from common.engine.model.loader import LoadedModel
+from common.engine.model.kv_groups import all_in_one
+from common.engine.model.loader import LoadedModel, find_row_sampler
 from common.engine.model.stages import Stage
+
+logger = logging.getLogger(__name__)
 
 
 class HeadModule(nn.Module):
@@ -79,6 +88,57 @@ class LoadedHead(NamedTuple):
         return self.keep_states(target, num_tokens)
 
 
-def stage_of_head(module: HeadModule) -> Stage:
-    """Of a model whose inputs are hidden states, and that has one layer."""
-    return Stage([range(0), range(1)], 1, module.embedding_size + module.feature_size)
+class FoundAttention(NamedTuple):
+    """Of a head's only layer."""
+
+    spec: KVSpec
+    num_heads: Sequence[int]
+    args: Sequence[AttentionArgs]
+    modules: list[nn.Module]
+
+
+class Files(NamedTuple):
+    """What a head was loaded from."""
+
+    config: dict[str, Any]  # config.json
+    weight_files: list[Path]
+    directory: Path
+
+
+def as_model(
+    module: HeadModule, attention: FoundAttention, device: Device, max_model_len: int, files: Files
+) -> LoadedModel:
+    """The head as a model that takes hidden states, embeddings and features side by side."""
+    dtype = attention.spec.dtype
+    kernels: Kernels = "torch"
+    try:
+        if device.can_attend(attention.spec, attention.num_heads, attention.args):
+            kernels = "attention"
+        kernels_failed = False
+    except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
+        logger.warning("the head uses torch's operators instead of compiled kernels: %s", error)
+        kernels_failed = True
+    row_sampler, sampler_failed = find_row_sampler(device, module.vocab_size, dtype)
+    return LoadedModel(
+        model=module,
+        stage=Stage([range(0), range(1)], 1, module.embedding_size + module.feature_size),
+        decoder=None,
+        kernels=kernels,
+        kernels_failed=kernels_failed or sampler_failed,
+        row_sampler=row_sampler,
+        step_sampler=device.step_sampler(kernels),
+        rounding="",
+        device=device,
+        ranks=OneRank(),
+        dtype=dtype,
+        kv_groups=all_in_one(attention.spec, [None]),
+        kv_spec=attention.spec,
+        attention_modules=attention.modules,
+        vocab_size=module.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(),
+        config=files.config,
+        weight_files=files.weight_files,
+        directory=files.directory,
+        layers_by_stage=(),
+    )

@@ -11,6 +11,7 @@ from torch import nn
 
 from common.engine.model.loader import LoadedModel
 from common.engine.model.stages import layers_of
+from common.errors import ConfigError
 
 
 class HiddenStates:
@@ -39,9 +40,12 @@ def layer_inputs(layers: Sequence[int], loaded: LoadedModel, num_tokens: int) ->
 
 
 def final_states(loaded: LoadedModel, num_tokens: int) -> HiddenStates:
-    """From now on what is kept is what the model's last norm gives. Not of a fused decoder."""
+    """From now on what is kept is what the model's last norm gives. Raises ConfigError for a fused decoder, which
+    computes that of some tokens only."""
+    if loaded.decoder is not None:
+        raise ConfigError.of("speculative", "mtp: not for a model of the Llama kind on compiled kernels")
     kept = HiddenStates(loaded, 1, num_tokens)
-    loaded.model.base_model.norm.register_forward_hook(partial(_keep_output, kept.places[:, 0]))
+    loaded.model.base_model.register_forward_hook(partial(_keep_output, kept.places[:, 0]))
     return kept
 
 
@@ -55,5 +59,6 @@ def _keep_input(place: torch.Tensor, layer: nn.Module, args: tuple[Any, ...], kw
     place[: hidden.shape[1]] = hidden[0]
 
 
-def _keep_output(place: torch.Tensor, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-    place[: output.shape[1]] = output[0]
+def _keep_output(place: torch.Tensor, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    hidden = output.last_hidden_state
+    place[: hidden.shape[1]] = hidden[0]

@@ -35,13 +35,14 @@ from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.heads import LoadedHead
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.loader import LoadedModel, load_model
+from common.engine.model.mtp import load_mtp
 from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.guard import GuardedProposer
 from common.engine.speculation.registry import create_proposer
-from common.engine.speculative import DraftModelOptions, Eagle3Options
+from common.engine.speculative import DraftModelOptions, Eagle3Options, MtpOptions
 from common.engine.worker.connector import create_connector
 from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features
@@ -115,10 +116,8 @@ class Worker:
         if self.rank == self._config.parallel.answering_rank:  # others may find another time too long
             self._proposer = create_proposer(self._config)
             method = self._config.speculation.method
-            if method is not None and isinstance(method.options, Eagle3Options):
-                if self._config.parallel.pipeline_parallel_size > 1:
-                    raise ConfigError.of("speculative", "eagle3: not for a model that is cut into stages")
-                self._head = load_eagle3(self._config.model, method.options, device_number)
+            if method is not None and isinstance(method.options, Eagle3Options | MtpOptions):
+                self._head = self._load_head(method.options, device_number)
                 self._draft_loaded = self._head.loaded
             elif method is not None and isinstance(method.options, DraftModelOptions):
                 self._draft_loaded = load_draft_model(self._config.model, method.options, device_number)
@@ -130,7 +129,7 @@ class Worker:
             reason = "the head has no embedding of its own, and the model's is cut into ranks"
             raise ConfigError.of("speculative", reason)
         if self._draft_loaded is not None and loaded.kv_groups[0].kind != "full":
-            name = "draft" if self._head is None else "eagle3"
+            name = "draft" if self._head is None else "heads"
             reason = f"{name}: not for a model whose first KV group keeps a window of tokens only"
             raise ConfigError.of("speculative", reason)
         block_size = self._config.cache.block_size
@@ -297,6 +296,13 @@ class Worker:
     def _guarded_proposer(self, vocab_size: int) -> GuardedProposer | None:
         proposer, self._proposer = self._proposer, None  # the guard lets go of one that is switched off
         return None if proposer is None else GuardedProposer(proposer, vocab_size, self._config.step_share_s)
+
+    def _load_head(self, options: Eagle3Options | MtpOptions, device_number: int) -> LoadedHead:
+        if self._config.parallel.pipeline_parallel_size > 1:
+            raise ConfigError.of("speculative", f"{options.method}: not for a model that is cut into stages")
+        if isinstance(options, MtpOptions):
+            return load_mtp(self._config.model, options, device_number)
+        return load_eagle3(self._config.model, options, device_number)
 
     def _open_features(self, head: LoadedHead, num_blocks: int) -> Features:
         assert self._loaded is not None
