@@ -270,8 +270,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="What proposes next tokens of running requests, which are then verified in one step: ngram, "
-            "suffix, draft (a smaller model of the same vocabulary), eagle3 (a head trained for the model), or "
-            "module:factory of a Proposer, with options as in ngram:depth=5,min=2,max=4, suffix:depth=8,memory=64MiB, "
+            "suffix, draft (a smaller model of the same vocabulary), eagle3 (a head trained for the model), "
+            "mtp (the model's own multi-token head), or module:factory of a Proposer, with options as in "
+            "ngram:depth=5,min=2,max=4, suffix:depth=8,memory=64MiB, "
             "draft:model=PATH_OR_ID,depth=4 or eagle3:model=PATH_OR_ID,depth=4. The tokens are the same. "
             "none: nothing. Prefill pods have no use for it. See docs/speculation.md."
         ),

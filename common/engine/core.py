@@ -51,7 +51,7 @@ from common.engine.messages import (
 )
 from common.engine.phases import Phase, PhaseClock
 from common.engine.scheduler.scheduler import Scheduler
-from common.engine.speculative import DraftModelOptions
+from common.engine.speculative import ByWorker
 from common.engine.transfers.actor import TransferActor
 from common.engine.transfers.messages import Announce, End
 from common.engine.transfers.port import TransferPort
@@ -393,7 +393,7 @@ def _guesses(config: EngineConfig) -> bool:
 def _most_asked(config: EngineConfig) -> Asked:
     """What a step may ask of the draft model, if there is one."""
     method = config.speculation.method
-    if method is None or not isinstance(method.options, DraftModelOptions):
+    if method is None or not isinstance(method.options, ByWorker):
         return NOTHING_ASKED
     return Asked(method.options.depth, config.step_share_s)
 

@@ -59,13 +59,24 @@ class Eagle3Options(DraftModelOptions, frozen=True, kw_only=True):
     method: ClassVar[str] = "eagle3"
 
 
-Options = NgramOptions | SuffixOptions | DraftModelOptions
-_OPTIONS: dict[str, type[NgramOptions] | type[SuffixOptions] | type[DraftModelOptions]] = {
+class MtpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `mtp`, of the model's own multi-token heads."""
+
+    method: ClassVar[str] = "mtp"
+    depth: Depth = 1  # most drafts
+
+
+Options = MtpOptions | NgramOptions | SuffixOptions | DraftModelOptions
+_OPTIONS: dict[str, type[Options]] = {
     "ngram": NgramOptions,
     "suffix": SuffixOptions,
     "draft": DraftModelOptions,
     "eagle3": Eagle3Options,
+    "mtp": MtpOptions,
 }
+
+
+ByWorker = DraftModelOptions | MtpOptions  # of what the worker runs beside the model
 
 
 class SpeculativeMethod(NamedTuple):

@@ -226,7 +226,7 @@ class _EngineFigures(Collector):
             ),
             (
                 "baton_pod_head_unseen_tokens",
-                "Tokens that an EAGLE-3 head does without, as the KV of these or later ones came from elsewhere.",
+                "Tokens that a head does without, as the KV of these or later ones came from elsewhere.",
                 "num_unseen",
             ),
         )

@@ -1,16 +1,15 @@
-"""EAGLE-3 heads: one decoder layer that predicts a model's tokens from its own hidden states.
+"""EAGLE-3 heads: one decoder layer, whose attention takes embeddings and features side by side.
 
-At each place the head takes the embedding of the next token and the place's *feature*: what the model's residual stream
-was before three of its layers, brought to the head's size by `fc`. It predicts the token after the next. Where the
-model has computed no feature yet, the head's own output of the place before stands for it. (EAGLE-3, arXiv:2503.01840;
-the files are those of its authors and of SpecForge.)
+A feature is what the model's residual stream was before three of its layers, brought to the head's size by `fc`.
+(EAGLE-3, arXiv:2503.01840; the files are those of its authors and of SpecForge.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -21,16 +20,13 @@ from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from common.engine.config import Kernels, ModelConfig
+from common.engine.config import ModelConfig
 from common.engine.devices.attention import AttentionArgs, KVSpec
-from common.engine.devices.ranks import OneRank
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
-from common.engine.model.kv_groups import all_in_one
-from common.engine.model.layer_inputs import LayerInputs, can_keep_inputs
+from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
+from common.engine.model.hidden_states import can_keep_inputs, layer_inputs
 from common.engine.model.loader import (
-    LoadedModel,
-    find_row_sampler,
     find_weights,
     model_directory,
     quiet_transformers,
@@ -39,7 +35,6 @@ from common.engine.model.loader import (
     resolve_dtype,
     unusable,
 )
-from common.engine.model.stages import Stage
 from common.engine.speculative import Eagle3Options
 from common.errors import ConfigError, ModelLoadError
 
@@ -47,58 +42,31 @@ _NUM_LAYERS = 3  # of the model, whose inputs are fused
 _ROPES = frozenset({"default", "linear", "llama3", "yarn"})  # that do not change with the length of a text
 
 
-class Eagle3Head(nn.Module):
-    """Called as a transformers model; its inputs are embeddings and features [1, tokens, sizes of both]."""
+class Eagle3Head(HeadModule):
+    """See HeadModule."""
 
     def __init__(self, config: LlamaConfig, fc_size: int, embedding_size: int, draft_size: int) -> None:
-        super().__init__()
-        self.feature_size = int(config.hidden_size)
+        super().__init__(embedding_size, int(config.hidden_size), int(config.vocab_size))
         self.fc = nn.Linear(fc_size, self.feature_size, bias=False)
         self.midlayer = _Layer(config, embedding_size)
         self.norm = LlamaRMSNorm(self.feature_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(self.feature_size, draft_size, bias=False)
         self.rotary_emb: nn.Module | None = None
-        self.embed_tokens: nn.Embedding | None = None
-        self.embedding_size = embedding_size
-        self.vocab_size = int(config.vocab_size)
         self.target_ids: torch.Tensor | None  # [draft_size]: the model's tokens that the head may propose; None: all
         self.register_buffer("target_ids", None, persistent=False)
-        self._outputs = torch.empty(0)
 
-    def keep_outputs(self, num_tokens: int) -> None:
-        """From now on the outputs of up to so many tokens are kept, always in the same place."""
-        weight = self.norm.weight
-        self._outputs = torch.zeros((num_tokens, self.feature_size), dtype=weight.dtype, device=weight.device)
-
-    def outputs(self, index: torch.Tensor) -> torch.Tensor:
-        """Of these tokens of the last call, before the norm: what stands for features of the next places."""
-        return self._outputs[index]
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[tokens, embedding size]"""
-        assert self.embed_tokens is not None
-        return functional.embedding(token_ids, self.embed_tokens.weight)
-
-    def fuse(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Features [tokens, feature size] of what the model's layers were given, side by side."""
-        return functional.linear(inputs, self.fc.weight)
-
-    def share_embedding(self, target: LoadedModel) -> None:
-        """Takes the model's own embedding, unless the head came with one. Raises ConfigError."""
-        if self.embed_tokens is None:
-            embedding = target.model.get_input_embeddings()
-            if not isinstance(embedding, nn.Embedding) or len(embedding.weight) < self.vocab_size:
-                raise _refused("without embed_tokens.weight, for models only whose embedding is not cut")
-            self.embed_tokens = embedding
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """See HeadModule. `states`: the inputs of three layers, side by side."""
+        return functional.linear(states, self.fc.weight)
 
     def forward(
         self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: int | torch.Tensor, **_: Any
     ) -> CausalLMOutput:
         """Logits of the vocabulary, of the tokens `logits_to_keep`; 0: of all."""
-        embeddings, features = inputs_embeds[..., : self.embedding_size], inputs_embeds[..., self.embedding_size :]
+        embeddings, features = self._take(inputs_embeds)
         assert self.rotary_emb is not None
         hidden = self.midlayer(embeddings, features, self.rotary_emb(features, position_ids))
-        self._outputs[: hidden.shape[1]] = hidden[0]
+        self._pass_on(hidden)
         kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
         logits = self.lm_head(self.norm(kept))
         if self.target_ids is not None:
@@ -135,21 +103,7 @@ class _Layer(LlamaDecoderLayer):  # type: ignore[misc]  # without types
         return out
 
 
-class Eagle3(NamedTuple):
-    """A head that was loaded before its model."""
-
-    module: Eagle3Head
-    loaded: LoadedModel  # the head, as a model that takes hidden states
-    layers: tuple[int, ...]  # of the model, whose inputs make features
-    depth: int  # most drafts
-
-    def keep_inputs(self, target: LoadedModel, num_tokens: int) -> LayerInputs:
-        """From now on the model keeps what the head needs, of steps of up to so many tokens."""
-        self.module.keep_outputs(num_tokens)
-        return LayerInputs(target, self.layers, num_tokens)
-
-
-def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int) -> Eagle3:
+def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int) -> LoadedHead:
     """Loads it whole, however the model that `config` names is cut, whose weights are not read. Raises ConfigError that
     names the option, or the setting of the model."""
     device = DEVICES.find(config.device)(config, device_number)
@@ -174,36 +128,10 @@ def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int)
     attention = module.midlayer.self_attn
     num_heads, num_kv_heads = (each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj))
     spec = KVSpec(1, num_kv_heads, attention.head_dim, attention.head_dim, dtype)
-    try:
-        attends = device.can_attend(spec, [num_heads], [AttentionArgs(attention.scaling, None, None, None)])
-    except Exception:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
-        attends = False
-    row_sampler, sampler_failed = find_row_sampler(device, module.vocab_size, dtype)
-    kernels: Kernels = "attention" if attends else "torch"
-    loaded = LoadedModel(
-        model=module,
-        stage=Stage([range(0), range(1)], 1, module.embedding_size + module.feature_size),
-        decoder=None,
-        kernels=kernels,
-        kernels_failed=sampler_failed,
-        row_sampler=row_sampler,
-        step_sampler=device.step_sampler(kernels),
-        rounding="",
-        device=device,
-        ranks=OneRank(),
-        dtype=dtype,
-        kv_groups=all_in_one(spec, [None]),
-        kv_spec=spec,
-        attention_modules=[attention],
-        vocab_size=module.vocab_size,
-        max_model_len=int(attention.config.max_position_embeddings),
-        eos_token_ids=frozenset(),
-        config=raw_config,
-        weight_files=weight_files,
-        directory=directory,
-        layers_by_stage=(),
-    )
-    return Eagle3(module, loaded, layers, options.depth)
+    found = FoundAttention(spec, [num_heads], [AttentionArgs(attention.scaling, None, None, None)], [attention])
+    max_model_len = int(attention.config.max_position_embeddings)
+    loaded = as_model(module, found, device, max_model_len, Files(raw_config, weight_files, directory))
+    return LoadedHead(module, loaded, partial(layer_inputs, layers), options.depth)
 
 
 def _layers_of(raw_config: dict[str, Any], model: str, text_config: Any) -> tuple[int, ...]:

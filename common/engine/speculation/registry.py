@@ -7,7 +7,7 @@ from collections.abc import Callable
 from common.engine.config import EngineConfig
 from common.engine.registry import Registry
 from common.engine.speculation.base import Proposer
-from common.engine.speculative import DraftModelOptions
+from common.engine.speculative import ByWorker
 from common.errors import BatonError, ConfigError
 
 ProposerFactory = Callable[[EngineConfig], Proposer]
@@ -21,10 +21,10 @@ PROPOSERS: Registry[ProposerFactory] = Registry(
 
 
 def create_proposer(config: EngineConfig) -> Proposer | None:
-    """The one that the settings name; a draft model is none of them, see `common.engine.worker.draft_model`. Raises
-    ConfigError, also for what a factory from outside the package raises."""
+    """The one that the settings name; what a worker runs is none of them, see `common.engine.worker.draft_model`.
+    Raises ConfigError, also for what a factory from outside the package raises."""
     method = config.speculation.method
-    if method is None or isinstance(method.options, DraftModelOptions):
+    if method is None or isinstance(method.options, ByWorker):
         return None
     factory = PROPOSERS.find(method.name)
     try:

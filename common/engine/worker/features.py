@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from common.engine.contract.step import SchedulerOutput
-from common.engine.devices.base import Memory
-from common.engine.model.eagle3 import Eagle3Head
-from common.engine.model.layer_inputs import LayerInputs
+from common.engine.model.heads import LoadedHead
+from common.engine.model.hidden_states import HiddenStates
 from common.engine.worker.batch import PackedBatch
 from common.types import BlockHash
 
@@ -20,19 +19,19 @@ from common.types import BlockHash
 class Features:
     """Written by the model's runner, and read by that of its head."""
 
-    def __init__(self, head: Eagle3Head, inputs: LayerInputs, num_blocks: int, block_size: int, memory: Memory) -> None:
+    def __init__(self, head: LoadedHead, states: HiddenStates, num_blocks: int, block_size: int) -> None:
         """Raises MemoryError or torch.OutOfMemoryError."""
-        self._head = head
-        self._inputs = inputs
+        self._head = head.module
+        self._states = states
         self._block_size = block_size
-        shape = (num_blocks * block_size, head.feature_size)
-        self.by_slot = memory.zeros(shape, head.norm.weight.dtype)  # [slots, size]
+        shape = (num_blocks * block_size, head.module.feature_size)
+        self.by_slot = head.loaded.device.memory.zeros(shape, head.loaded.dtype)  # [slots, size]
         self._keys: list[BlockHash | None] = [None] * num_blocks
 
     def write(self, batch: PackedBatch) -> None:
         """Those of the tokens that the model has computed last."""
-        inputs = self._inputs.of_last(len(batch.input_ids))
-        self.by_slot.index_copy_(0, batch.attention.slot_mapping, self._head.fuse(inputs))
+        states = self._states.of_last(len(batch.input_ids))
+        self.by_slot.index_copy_(0, batch.attention.slot_mapping, self._head.fuse(states))
 
     def begin_step(self, step: SchedulerOutput) -> None:
         """What the step's blocks will hold is another request's, or not complete."""

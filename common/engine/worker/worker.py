@@ -30,18 +30,20 @@ from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.kv_connector import NO_FENCES, OpenConnector, WorkerConnector
 from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.draft_loader import load_draft_model
-from common.engine.model.eagle3 import Eagle3, load_eagle3
+from common.engine.model.eagle3 import load_eagle3
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
+from common.engine.model.heads import LoadedHead
 from common.engine.model.kv_groups import GroupLayers, all_in_one
 from common.engine.model.loader import LoadedModel, load_model
+from common.engine.model.mtp import load_mtp
 from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import PhaseClock
 from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.guard import GuardedProposer
 from common.engine.speculation.registry import create_proposer
-from common.engine.speculative import DraftModelOptions, Eagle3Options
+from common.engine.speculative import DraftModelOptions, Eagle3Options, MtpOptions
 from common.engine.worker.connector import create_connector
 from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features
@@ -103,7 +105,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._proposer: Proposer | None = None
         self._draft_loaded: LoadedModel | None = None
-        self._eagle3: Eagle3 | None = None
+        self._head: LoadedHead | None = None
         self._drafts: _Drafts | None = None
 
     def load_model(self) -> ModelFacts:
@@ -115,21 +117,20 @@ class Worker:
         if self.rank == self._config.parallel.answering_rank:  # others may find another time too long
             self._proposer = create_proposer(self._config)
             method = self._config.speculation.method
-            if method is not None and isinstance(method.options, Eagle3Options):
-                if self._config.parallel.pipeline_parallel_size > 1:
-                    raise ConfigError.of("speculative", "eagle3: not for a model that is cut into stages")
-                self._eagle3 = load_eagle3(self._config.model, method.options, device_number)
-                self._draft_loaded = self._eagle3.loaded
+            if method is not None and isinstance(method.options, Eagle3Options | MtpOptions):
+                self._head = self._load_head(method.options, device_number)
+                self._draft_loaded = self._head.loaded
             elif method is not None and isinstance(method.options, DraftModelOptions):
                 self._draft_loaded = load_draft_model(self._config.model, method.options, device_number)
         loaded = self._loaded = load_model(
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
-        if self._eagle3 is not None:
-            self._eagle3.module.share_embedding(loaded)
+        if self._head is not None and not self._head.module.share_embedding(loaded):
+            reason = "the head has no embedding of its own, and the model's is cut into ranks"
+            raise ConfigError.of("speculative", reason)
         if self._draft_loaded is not None and loaded.kv_groups[0].kind != "full":
-            name = "draft" if self._eagle3 is None else "eagle3"
+            name = "draft" if self._head is None else "heads"
             reason = f"{name}: not for a model whose first KV group keeps a window of tokens only"
             raise ConfigError.of("speculative", reason)
         block_size = self._config.cache.block_size
@@ -169,7 +170,7 @@ class Worker:
         assert self._loaded is not None
         block_size = self._config.cache.block_size
         self._kv_cache = kv_cache = allocate_kv_cache(self._loaded.kv_spec, num_blocks, block_size, self._loaded.device)
-        features = None if self._eagle3 is None else self._open_features(self._eagle3, num_blocks)
+        features = None if self._head is None else self._open_features(self._head, num_blocks)
         fitting = (num_blocks - 1) // len(self._loaded.kv_groups) * block_size
         self._runner = ModelRunner(
             self._loaded,
@@ -266,7 +267,7 @@ class Worker:
         drafting = drafts.model.take_drafting()
         if drafts.guard.is_off:
             drafting = Drafting(has_failed=True)
-            self._drafts = self._draft_loaded = self._eagle3 = None
+            self._drafts = self._draft_loaded = self._head = None
             self._runner.on_computed = None
         return replace(output, drafts=proposed.drafts, proposer_failure=proposed.failure, drafting=drafting)
 
@@ -286,7 +287,7 @@ class Worker:
         if connector is not None:
             connector.close()
         self._runner = None
-        self._proposer = self._draft_loaded = self._eagle3 = self._drafts = None
+        self._proposer = self._draft_loaded = self._head = self._drafts = None
         self._kv_cache = None
         self._loaded = None
         self._ranks.close()
@@ -298,12 +299,18 @@ class Worker:
         proposer, self._proposer = self._proposer, None  # the guard lets go of one that is switched off
         return None if proposer is None else GuardedProposer(proposer, vocab_size, self._config.step_share_s)
 
-    def _open_features(self, eagle3: Eagle3, num_blocks: int) -> Features:
+    def _load_head(self, options: Eagle3Options | MtpOptions, device_number: int) -> LoadedHead:
+        if self._config.parallel.pipeline_parallel_size > 1:
+            raise ConfigError.of("speculative", f"{options.method}: not for a model that is cut into stages")
+        if isinstance(options, MtpOptions):
+            return load_mtp(self._config.model, options, device_number)
+        return load_eagle3(self._config.model, options, device_number)
+
+    def _open_features(self, head: LoadedHead, num_blocks: int) -> Features:
         assert self._loaded is not None
         scheduler = self._config.scheduler
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        inputs = eagle3.keep_inputs(self._loaded, most)
-        return Features(eagle3.module, inputs, num_blocks, self._config.cache.block_size, self._loaded.device.memory)
+        return Features(head, head.keep_inputs(self._loaded, most), num_blocks, self._config.cache.block_size)
 
     def _open_draft_model(
         self, loaded: LoadedModel, num_blocks: int, target: ModelRunner, features: Features | None
@@ -321,10 +328,10 @@ class Worker:
         if not self._config.model.enforce_eager:
             runner.record_decodes()
         limits = (num_blocks, block_size, loaded.max_model_len, scheduler.max_num_batched_tokens)
-        if features is None or self._eagle3 is None:
+        if features is None or self._head is None:
             model = DraftModel(runner, *limits)
         else:
-            model = Head(target, features, self._eagle3.depth, runner, *limits)
+            model = Head(target, features, self._head.depth, runner, *limits)
         return _Drafts(model, GuardedProposer(model, loaded.vocab_size, math.inf))
 
     @property
@@ -333,7 +340,7 @@ class Worker:
         loaded, block_size = self._draft_loaded, self._config.cache.block_size
         if loaded is None:
             return 0
-        features = 0 if self._eagle3 is None else block_size * self._eagle3.module.feature_size * loaded.dtype.itemsize
+        features = 0 if self._head is None else block_size * self._head.module.feature_size * loaded.dtype.itemsize
         return loaded.kv_spec.bytes_per_block(block_size) + features
 
     def _max_model_len(self, loaded: LoadedModel) -> int:

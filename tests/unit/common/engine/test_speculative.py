@@ -9,7 +9,7 @@ import pytest
 from common.config import Section, build, parse, to_arguments
 from common.engine.config import SpeculationConfig
 from common.engine.llm import engine_config
-from common.engine.speculative import DraftModelOptions, Eagle3Options, NgramOptions, SuffixOptions
+from common.engine.speculative import DraftModelOptions, Eagle3Options, MtpOptions, NgramOptions, SuffixOptions
 from common.errors import ConfigError
 from decode_service.config import DecodeConfig
 from deploy.cluster_config import parse_cluster
@@ -24,10 +24,12 @@ GOOD = {
     "draft:model=/a:b,depth=1,revision=v1": DraftModelOptions(model="/a:b", depth=1, revision="v1"),
     "eagle3:model=some/head": Eagle3Options(model="some/head"),
     "eagle3:model=/a:b,depth=1,revision=v1": Eagle3Options(model="/a:b", depth=1, revision="v1"),
+    "mtp": MtpOptions(),
+    "mtp:depth=3": MtpOptions(depth=3),
     "some.module:create": None,
 }
 BAD = {
-    "ngrams": "--speculative: 'ngrams' is none of ngram, suffix, draft, eagle3, and not a module:factory of a proposer",
+    "ngrams": "--speculative: 'ngrams' is none of ngram, suffix, draft, eagle3, mtp, and not a module:factory",
     "ngrams:depth=3": "--speculative: 'ngrams:depth=3' is none of",
     "ngram:deep=3": "--speculative: ngram has no option 'deep=3'; it has depth, min, max",
     "ngram:depth": "--speculative: ngram has no option 'depth'",
@@ -45,6 +47,8 @@ BAD = {
     "eagle3": "--speculative: eagle3: model is missing, as in eagle3:model=PATH_OR_ID,depth=4",
     "eagle3:model=m,depth=0": "--speculative: eagle3:depth: must be >= 1, got 0",
     "eagle3:model=m,depth=100": "--speculative: eagle3:depth: must be <= 16, got 100",
+    "mtp:depth=0": "--speculative: mtp:depth: must be >= 1, got 0",
+    "mtp:model=m": "--speculative: mtp has no option 'model=m'; it has depth",
     "suffix:depth=17": "--speculative: suffix:depth: must be <= 16, got 17",
     "suffix:memory=1": "--speculative: suffix:memory: must be >= 1048576, got 1",
     "suffix:memory=lots": "--speculative: suffix:memory: expected a size such as 512MiB or 4GB, got 'lots'",

@@ -26,7 +26,7 @@ def features() -> Features:
     config = ModelConfig(model=str(tiny_model_dir("llama")), num_threads=1)
     eagle3 = load_eagle3(config, Eagle3Options(model=str(tiny_head_dir(tiny_model_dir("llama")))), 0)
     target = load_model(config)
-    found = Features(eagle3.module, eagle3.keep_inputs(target, 16), 16, BLOCK_SIZE, target.device.memory)
+    found = Features(eagle3, eagle3.keep_inputs(target, 16), 16, BLOCK_SIZE)
     found.set_keys(BLOCKS[:3], HASHES)
     return found
 
