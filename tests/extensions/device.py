@@ -49,8 +49,7 @@ class ExampleOperators:
     def add_norm(self, norm: RMSNorm, dtype: torch.dtype) -> AddNorm:
         return lambda hidden, delta: _normed(hidden.add_(delta), norm.weight, norm.epsilon).to(dtype)
 
-    def copy(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(hidden)
+    copy = staticmethod(lambda hidden, out: out.copy_(hidden))
 
     def gated_linear(self, gate_up: AnyLinear) -> PerToken:
         return lambda inputs: functional.silu((parts := gate_up(inputs).chunk(2, -1))[0]) * parts[1]
@@ -63,9 +62,8 @@ class ExampleAttention(TorchAttention):
     def attend_projections(
         self, layer: int, part: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary
     ) -> torch.Tensor:
-        heads = qkv.view(1, len(qkv), -1, rotary.cosines.shape[1])
-        rest = (heads.shape[2] - projected.num_heads) // 2
-        query, key, value = heads.split([projected.num_heads, rest, rest], 2)
+        heads, num_heads = qkv.view(1, len(qkv), -1, rotary.cosines.shape[1]), projected.num_heads
+        query, (key, value) = heads[:, :, :num_heads], heads[:, :, num_heads:].chunk(2, 2)
         if (norms := projected.norms) is not None:
             query, key = _normed(query, norms.query, norms.epsilon), _normed(key, norms.key, norms.epsilon)
         return self.attend(layer, _turned(query, rotary), _turned(key, rotary), value, projected.args)[0].flatten(1)
