@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -18,6 +17,7 @@ Failure = Literal["raised", "invalid", "too_slow"]
 
 MAX_FAILURES = 10  # of a call, in a row; then the proposer is asked no more
 _SPARE_SHARE = 0.02  # of the time, for guesses while none are verified
+_MOST_SPARE_S = 0.05  # of such time that is put by
 
 
 class Proposed(NamedTuple):
@@ -46,6 +46,7 @@ class GuardedProposer:
         vocab_size: int,
         budget_s: float,
         clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """`budget_s`: of a step."""
         self._proposer: Proposer | None = proposer
@@ -53,9 +54,11 @@ class GuardedProposer:
         self._vocab_size = vocab_size
         self._budget_s = budget_s
         self._clock = clock
+        self._cpu_clock = cpu_clock  # so that a busy machine is not the proposer's fault
         self._num_asked = 1 << 30  # most requests at once
         self._first = 0  # whose turn it is
-        self._next_spare = -math.inf  # when it is asked again while none are verified
+        self._spare_s = _MOST_SPARE_S  # processor time that it may take while none are verified
+        self._spared_until = clock()
         self._num_failures = {"propose": 0, "forget": 0}  # in a row
         self._untold: Failure | Literal[""] = ""  # of `forget` and `reset`, which have no answer
         self._logged: set[str] = set()
@@ -69,18 +72,21 @@ class GuardedProposer:
         """Asks for drafts for requests that have just sampled. `are_verified`: whether any were in the same step."""
         if self._proposer is None or not requests:
             return NOTHING
-        began = self._clock()
-        if not are_verified and began < self._next_spare:
-            return NOTHING
+        began, cpu_began = self._clock(), self._cpu_clock()
+        if not are_verified:
+            spare_s = self._spare_s + _SPARE_SHARE * (began - self._spared_until)
+            self._spare_s, self._spared_until = min(spare_s, _MOST_SPARE_S), began
+            if self._spare_s <= 0:
+                return NOTHING
         asked = self._take_turns(requests)
         try:
             answer = self._proposer.propose(asked)
             drafts, problem = self._checked(asked, answer)
         except Exception as error:  # noqa: BLE001  code of others: whatever it is, streams go on
             return Proposed({}, self._fail("propose", "raised", repr(error)))
-        now = self._clock()
-        self._next_spare = now + (now - began) / _SPARE_SHARE
-        is_late = self._pace(now - began, len(asked))
+        if not are_verified:
+            self._spare_s -= self._cpu_clock() - cpu_began
+        is_late = self._pace(self._clock() - began, len(asked))
         if problem:
             return Proposed(drafts, self._fail("propose", "invalid", problem))
         if is_late:

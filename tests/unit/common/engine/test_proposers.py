@@ -155,11 +155,11 @@ def test_a_check_that_raises_is_a_violation() -> None:
 def test_guesses_that_nobody_verifies_take_a_small_share_of_the_time() -> None:
     clock = Clock()
     proposer = Answering(None, lambda _: clock.spend(0.001))
-    guard = guarded(proposer, clock=clock)
-    for _ in range(1000):
+    guard = guarded(proposer, clock=clock, cpu_clock=clock)
+    for _ in range(10_000):
         guard.propose(REQUESTS, are_verified=False)
         clock.spend(0.01)
-    assert 0.015 < 0.001 * len(proposer.asked) / clock.now <= 0.02
+    assert 0.015 < 0.001 * len(proposer.asked) / clock.now < 0.021
     num_asked = len(proposer.asked)
     for _ in range(10):
         assert guard.propose(REQUESTS) != NOTHING
