@@ -79,23 +79,26 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
 )
 
 _ERRORS = {
-    ErrorCode.INVALID_ARGUMENT: "The request is malformed or out of range; `param` names the field.",
-    ErrorCode.UNAUTHENTICATED: "There is no valid API key.",
+    ErrorCode.INVALID_ARGUMENT: "The request is malformed or a value is out of range; `param` names the field.",
+    ErrorCode.UNAUTHENTICATED: "The API key is missing or invalid.",
     ErrorCode.PERMISSION_DENIED: "The API key is not an operator's.",
-    ErrorCode.NOT_FOUND: "There is no such model or pod.",
-    ErrorCode.TOO_LARGE: "The body is larger than the router takes.",
-    ErrorCode.RESOURCE_EXHAUSTED: "Too much is under way, or this key's limit is reached.",
-    ErrorCode.UNAVAILABLE: "No pod can serve it now; or, without Retry-After, none could keep a limit that it names.",
-    ErrorCode.DEADLINE_EXCEEDED: "It was not finished, or did not arrive, in time.",
-    ErrorCode.INTERNAL: "The router or a pod has a fault; the router's log says more.",
+    ErrorCode.NOT_FOUND: "The model or pod does not exist.",
+    ErrorCode.TOO_LARGE: "The body exceeds the router's size limit.",
+    ErrorCode.RESOURCE_EXHAUSTED: "The router is overloaded, or a limit of this key is reached.",
+    ErrorCode.UNAVAILABLE: "No pod can serve the request now or, without Retry-After, meet its latency limit.",
+    ErrorCode.DEADLINE_EXCEEDED: "The request did not arrive or finish in time.",
+    ErrorCode.INTERNAL: "Internal error of the router or a pod; see the router's log.",
 }
 _GENERATION_ERRORS = tuple(_ERRORS)
-_RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds until a retry.", "schema": {"type": "integer", "minimum": 0}}}
 _SHOULD_RETRY = {
-    "x-should-retry": {"description": "Instead, if it is of no use.", "schema": {"type": "string", "const": "false"}}
+    "x-should-retry": {
+        "description": "Sent instead of Retry-After when a retry cannot help.",
+        "schema": {"type": "string", "const": "false"},
+    }
 }
 _ERROR_HEADERS: dict[ErrorCode, dict[str, Any]] = {
-    ErrorCode.UNAUTHENTICATED: {"WWW-Authenticate": {"description": "What to bring.", "schema": {"type": "string"}}},
+    ErrorCode.UNAUTHENTICATED: {"WWW-Authenticate": {"description": "Expected scheme.", "schema": {"type": "string"}}},
     ErrorCode.RESOURCE_EXHAUSTED: _RETRY_AFTER,
     ErrorCode.UNAVAILABLE: {**_RETRY_AFTER, **_SHOULD_RETRY},
 }
