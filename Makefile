@@ -89,6 +89,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m docs_site.docstrings baton kv_store decode_service prefill_service
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

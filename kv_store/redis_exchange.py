@@ -37,7 +37,7 @@ Command = tuple[bytes | memoryview, ...]
 
 @dataclass
 class Activity:
-    """When a server was last heard from, on any of its connections. Shared by threads."""
+    """The time of the last answer from a server, on any of its connections. Shared by threads."""
 
     heard_at: float = 0.0  # monotonic seconds
 

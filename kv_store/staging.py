@@ -57,7 +57,7 @@ def create_staging(kv_cache: torch.Tensor, num_bytes: int, fences: Fences = NO_F
 
 
 class HostStaging:
-    """For a KV cache in host memory."""
+    """Staging of a KV cache in host memory."""
 
     def __init__(self, slabs: torch.Tensor, shape: tuple[int, int]) -> None:
         self._slabs = slabs.numpy()
@@ -87,7 +87,7 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 class CudaStaging:
-    """For a KV cache in GPU memory: pinned, with a copy stream of its own."""
+    """Staging of a KV cache in GPU memory: pinned, with a copy stream of its own."""
 
     def __init__(self, slabs: torch.Tensor, shape: tuple[int, int], fences: Fences) -> None:
         self._slabs = slabs

@@ -77,7 +77,7 @@ def decode_address(encoded: bytes) -> NixlAddress:
 
 @dataclass(frozen=True, slots=True)
 class RankSlabs:
-    """What one rank has of each block."""
+    """The part of each block that one rank holds."""
 
     fingerprint: bytes  # of the model
     layout: KVLayout
