@@ -17,7 +17,7 @@ Failure = Literal["raised", "invalid", "too_slow"]
 
 MAX_FAILURES = 10  # of a call, in a row; then the proposer is asked no more
 _SPARE_SHARE = 0.02  # of the time, for guesses while none are verified
-_MOST_SPARE_S = 0.05  # of such time that is put by
+_MOST_SPARE_S = 0.05  # allowance of such time that accumulates
 
 
 class Proposed(NamedTuple):
