@@ -11,7 +11,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-deploy test-compose test-kube images test-kernels test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-busy test-deploy test-compose test-kube images test-kernels test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -24,6 +24,10 @@ test: lint
 ## Long suites: all faults, long random runs, a soak of 10,000 requests, bigger property tests. An hour or two.
 test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
+
+## Unit and integration tests beside two spinning processes per core, three times: none decides by time. An hour and a half.
+test-busy: $(DEV)
+	$(BIN)/python -m tests.busy --runs 3 -n 2 --dist loadfile --timeout 900 tests/unit tests/integration $(ARGS)
 
 ## The Helm chart with any two of its options together, its alerts, and upgrades, scaling and lost machines rehearsed
 ## with processes under load. Ten minutes.

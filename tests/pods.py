@@ -169,6 +169,7 @@ class RunningPod:
     connector: Any
     gate: StepGate
     channel: grpc.aio.Channel
+    front: Any
     is_dead: bool = False
 
     @property
@@ -272,10 +273,16 @@ async def _pod(
     options = {"block_size": BLOCK_SIZE, "connector": connector, **(options or {})}
     executor = BreakableExecutor(gate, **options)
     engine = AsyncInprocClient(config.engine_config(), lambda _: executor)
+    fronts: list[Any] = []
+
+    def make_and_keep(context: PodContext) -> Any:
+        fronts.append(make_front(context))
+        return fronts[0]
+
     with opened_at_last(gate):
-        runtime = PodRuntime(role, config, engine, make_front, **(runtime_options or {}))
+        runtime = PodRuntime(role, config, engine, make_and_keep, **(runtime_options or {}))
         async with runtime, open_channel(runtime.address) as channel:
-            pod = RunningPod(runtime, executor, options["connector"], gate, channel)
+            pod = RunningPod(runtime, executor, options["connector"], gate, channel, fronts[0])
             yield pod
             gate.open()
             if executor.failure is None:

@@ -49,10 +49,10 @@ class Cluster:
         return await self.router.submit(engine_request(name, prompt), prefill_address=self.prefill.address, **options)
 
     async def wait_opening(self) -> None:
-        """The prefill pod knows of the transfer; nothing was computed."""
-        others = 1 if self.prefill.gate.is_holding else 0
-        await wait_for(lambda: self.decode.context.admission.num_open == 1)
-        await wait_for(lambda: self.prefill.context.admission.num_open > others)
+        """The decode pod's stream has reached the prefill pod; nothing was computed."""
+        transfers = self.prefill.front.transfers
+        await wait_for(lambda: any(transfer.has_consumer for transfer in transfers._transfers.values()))
+        assert self.decode.context.admission.num_open == 1
         assert len(self.decode.context.requests) == 0
 
     async def advance_to_reserved(self) -> None:

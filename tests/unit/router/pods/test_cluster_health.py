@@ -26,7 +26,7 @@ async def test_nothing_is_served_without_a_decode_pod(start_cluster):
     cluster = await start_cluster([FakePrefillPod()], [decode])
     assert (await health(cluster))[0] == 200
     await decode.stop()
-    await cluster.until(lambda: not cluster.router.cluster.can_serve)
+    await cluster.until(lambda: PodState.DOWN in {pod.state for pod in cluster.router.cluster.pods})
     status, _ = await health(cluster)
     assert status == 503
     response = await cluster.post("/v1/completions", prompt="Hello")
