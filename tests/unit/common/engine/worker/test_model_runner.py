@@ -30,7 +30,7 @@ SIDES = {
     "gpu-reference": {"device": "cuda", "dtype": "float32", "gpu_kernels": "reference"},
 }
 INTERPRETED = {"llama", "qwen3", "gemma2", "gpt_oss"}  # fused, with norms of heads; soft caps and windows; sinks
-SOME = {"eager": INTERPRETED, "interpreted": INTERPRETED, "stages": INTERPRETED, "stages-reference": {"llama", "phi3"}}
+SOME = {"eager": INTERPRETED, "interpreted": (), "stages": INTERPRETED, "stages-reference": {"llama", "phi3"}}
 
 
 def sides_of(model):
@@ -77,17 +77,31 @@ def reference(model, prompt, num_tokens):
 )
 def test_chunks_and_mixed_batches_equal_generate(driver, model):
     lengths = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 22]
-    prompts = {length: prompt_of(length) for length in lengths}
-    expected = [reference(model, prompts[length], 8) for length in lengths]
+    assert_generates(
+        driver, model, lengths, chunks=(5, 1000)
+    )  # all at once: decodes mix with chunks of the longest prompt
 
-    for chunk in (5, 1000):  # all at once: decodes mix with chunks of the longest prompt
+
+@pytest.mark.parametrize(
+    ("driver", "model"), [((model, "interpreted"), model) for model in sorted(INTERPRETED)], indirect=["driver"]
+)
+def test_interpreted_kernels_equal_generate(driver, model):
+    assert_generates(driver, model, [1, BLOCK_SIZE + 1, 22], chunks=(9,), num_tokens=4)
+
+
+def assert_generates(driver, model, lengths, chunks, num_tokens=8):
+    """Prompts of `lengths` tokens at once, by each chunk; then the last alone, over blocks that others used before."""
+    prompts = {length: prompt_of(length) for length in lengths}
+    expected = [reference(model, prompts[length], num_tokens) for length in lengths]
+
+    for chunk in chunks:
         ids = [driver.add(f"{chunk}-{length}", prompts[length]) for length in lengths]
-        assert driver.run(ids, 8, chunk=chunk) == expected
+        assert driver.run(ids, num_tokens, chunk=chunk) == expected
         for request_id in ids:
             driver.drop(request_id)
 
-    alone = driver.add("alone", prompts[22])  # one by one, over blocks that others used before
-    assert driver.run([alone], 8, chunk=BLOCK_SIZE) == [expected[-1]]
+    alone = driver.add("alone", prompts[lengths[-1]])
+    assert driver.run([alone], num_tokens, chunk=BLOCK_SIZE) == [expected[-1]]
 
 
 @pytest.mark.parametrize("driver", ["llama", "qwen3"], indirect=True)

@@ -58,10 +58,10 @@ def test_greedy_tokens_are_those_of_transformers(device):
 @pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
 def test_others_in_the_batch_wait_for_their_tokens(device):
     """Drawn tokens are the same beside requests whose parameters look at the tokens before, where no step is ahead."""
-    drawn = [SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=8) for i in range(2)]
+    drawn = [SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=5) for i in range(2)]
     alone, num_ahead = generate(device, drawn)
-    assert num_ahead > 3
-    penalised = SamplingParams(temperature=1.0, seed=3, max_tokens=8, repetition_penalty=1.3)
+    assert num_ahead > 1
+    penalised = SamplingParams(temperature=1.0, seed=3, max_tokens=5, repetition_penalty=1.3)
     mixed, num_ahead = generate(device, [*drawn, penalised])
     assert mixed[:2] == alone
     assert num_ahead == 0
