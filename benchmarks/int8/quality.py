@@ -16,7 +16,7 @@ from common.engine.devices.attention import AttentionMetadata
 from common.engine.llm import LLM
 from common.engine.model.loader import LoadedModel, load_model
 from common.types import SamplingParams
-from demo_training.train import mixed_documents
+from tools.demo_training.train import mixed_documents
 
 _BLOCK_SIZE = 16
 _SEED_OF_HELD_OUT = 1_000_000  # of the generated text, unlike those of training

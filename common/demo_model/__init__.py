@@ -1,6 +1,6 @@
 """The demo model that ships with Baton: a tiny chat model, small enough to live in the repository.
 
-`python -m demo_training.train` makes it from scratch, in a checkout of the repository.
+`python -m tools.demo_training.train` makes it from scratch, in a checkout of the repository.
 """
 
 from pathlib import Path

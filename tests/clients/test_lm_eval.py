@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demo_training.facts import COUNTRIES
 from tests.clients.page import between
+from tools.demo_training.facts import COUNTRIES
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(3600)]  # environments may have to be built
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from demo_training.facts import ANIMALS, COLOURS, COUNTRIES, capitalized
-from demo_training.stories import HEROES, NAMES
-from demo_training.tables import listed, rows
+from tools.demo_training.facts import ANIMALS, COLOURS, COUNTRIES, capitalized
+from tools.demo_training.stories import HEROES, NAMES
+from tools.demo_training.tables import listed, rows
 
 Values = dict[str, Any]  # of a use: name -> text or number
 

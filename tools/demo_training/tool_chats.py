@@ -8,11 +8,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from demo_training.corpus import END_OF_TEXT, MESSAGE_END, MESSAGE_START, SYSTEM_PROMPTS, Corpus, Exchange
-from demo_training.facts import COUNTRIES
-from demo_training.stories import HEROES, NAMES
-from demo_training.tables import listed
-from demo_training.tool_kinds import (
+from tools.demo_training.corpus import END_OF_TEXT, MESSAGE_END, MESSAGE_START, SYSTEM_PROMPTS, Corpus, Exchange
+from tools.demo_training.facts import COUNTRIES
+from tools.demo_training.stories import HEROES, NAMES
+from tools.demo_training.tables import listed
+from tools.demo_training.tool_kinds import (
     CAPITALS,
     COLOUR_NAMES,
     KINDS,

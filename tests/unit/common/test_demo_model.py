@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.demo_model import demo_model_path
-from demo_training.corpus import SPECIAL_TOKENS, Corpus, Exchange, render_chat
-from demo_training.facts import all_facts
-from demo_training.tool_chats import ToolCorpus, tools_message, written_call
+from tools.demo_training.corpus import SPECIAL_TOKENS, Exchange, render_chat
+from tools.demo_training.tool_chats import tools_message, written_call
 
 MAX_DIRECTORY_BYTES = 12 * 1024 * 1024
 
@@ -144,33 +142,6 @@ def test_chat_template_writes_tools_as_in_training(tokenizer: PreTrainedTokenize
     for system, sent in (("Be brief.", messages), (None, messages[1:])):
         rendered = tokenizer.apply_chat_template(sent, tools=tools, tokenize=False)
         assert rendered == tools_message([GET_WEATHER, GET_TIME], system) + asked + called
-
-
-def test_corpus_is_the_same_for_the_same_seed() -> None:
-    assert Corpus(7).take(50) == Corpus(7).take(50)
-    assert Corpus(7).take(50) != Corpus(8).take(50)
-
-
-def test_tool_chats_are_the_same_for_the_same_seed() -> None:
-    chats = [list(islice(ToolCorpus(seed).documents(), 50)) for seed in (7, 7, 8)]
-    assert chats[0] == chats[1] != chats[2]
-
-
-def test_forced_beginnings_are_given_and_the_rest_is_learned() -> None:
-    corpus = ToolCorpus(7)
-    for _ in range(20):
-        *_, beginning, rest = corpus.forced_calls()
-        assert (beginning.is_learned, rest.is_learned) == (False, True)
-        answer = beginning.text.removeprefix("<|im_start|>assistant\n") + rest.text.removesuffix("<|im_end|>\n")
-        [call] = json.loads(answer)
-        assert call.keys() == {"name", "arguments"}
-
-
-def test_each_plain_statement_is_its_stem_and_ending() -> None:
-    for facts in all_facts().values():
-        for fact in facts:
-            assert fact.statement.startswith(f"{fact.stem} {fact.ending}")
-            assert fact.questions
 
 
 def test_completes_the_capital_of_france(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

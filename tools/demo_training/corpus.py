@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from demo_training.facts import (
+from tools.demo_training.facts import (
     ANIMALS,
     COUNTRIES,
     DAYS,
@@ -20,8 +20,8 @@ from demo_training.facts import (
     all_facts,
     capitalized,
 )
-from demo_training.stories import HEROES, NAMES, tell_story
-from demo_training.tables import rows
+from tools.demo_training.stories import HEROES, NAMES, tell_story
+from tools.demo_training.tables import rows
 
 END_OF_TEXT = "<|endoftext|>"
 MESSAGE_START = "<|im_start|>"

@@ -1,11 +1,11 @@
 """Train the demo model on the CPU, or measure what it knows.
 
-    python -m demo_training.train --out TALKS                           # from scratch: tokenizer, config and weights
-    python -m demo_training.train --stage tools --start TALKS --out CALLS
-    python -m demo_training.train --stage drills --start CALLS --out DRILLED
-    python -m demo_training.train --stage names --start DRILLED --out READS
-    python -m demo_training.train --stage review --start READS --out DIR
-    python -m demo_training.train --evaluate DIR                        # a table of accuracies
+    python -m tools.demo_training.train --out TALKS  # from scratch: tokenizer, config and weights
+    python -m tools.demo_training.train --stage tools --start TALKS --out CALLS
+    python -m tools.demo_training.train --stage drills --start CALLS --out DRILLED
+    python -m tools.demo_training.train --stage names --start DRILLED --out READS
+    python -m tools.demo_training.train --stage review --start READS --out DIR
+    python -m tools.demo_training.train --evaluate DIR  # a table of accuracies
 
 The shipped model went through the five stages, each of which takes ten to twenty-five minutes on two idle cores.
 With --threads 1 a busy machine trains faster. The same seed gives the same weights on the same machine.
@@ -38,9 +38,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from demo_training.corpus import END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS, Corpus
-from demo_training.facts import all_facts
-from demo_training.tool_chats import PLAIN_MIX, Document, Mix, Part, ToolCorpus
+from tools.demo_training.corpus import END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS, Corpus
+from tools.demo_training.facts import all_facts
+from tools.demo_training.tool_chats import PLAIN_MIX, Document, Mix, Part, ToolCorpus
 
 VOCAB_SIZE = 2048
 MAX_POSITION_EMBEDDINGS = 4096

@@ -6,7 +6,7 @@
 import random
 import re
 
-from demo_training.tables import listed, paragraphs
+from tools.demo_training.tables import listed, paragraphs
 
 HEROES = listed(
     "fox, rabbit, bear, mouse, turtle, cat, dog, duck, squirrel, hedgehog, frog, horse, lion, penguin, robot, dragon"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from demo_training.tables import listed, rows
+from tools.demo_training.tables import listed, rows
 
 
 class Fact(NamedTuple):
