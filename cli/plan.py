@@ -21,6 +21,7 @@ from planning.plan import Plan, make_plan
 from planning.profile import EngineProfile, load_profile
 from planning.report import as_json, describe, svg
 from planning.search import Planner, Slo
+from planning.simulator.hardware import Drafts
 from planning.values import write_values
 from planning.workload import Workload, read_trace, synthetic
 
@@ -114,6 +115,19 @@ def _parser() -> ArgumentParser:
         "output_length and hash_ids (blocks of 512 tokens). --rate stretches its times.",
     )
     load.add_argument(
+        "--tokens-per-step",
+        type=_number("--tokens-per-step", float, above=1.0, below=33.0),
+        metavar="N",
+        help="Tokens that a request gets from each decode step, by drafts that pods verify; `baton bench` prints it. "
+        "(default: 1, no drafts)",
+    )
+    load.add_argument(
+        "--draft-acceptance",
+        type=_number("--draft-acceptance", float, above=0.0, below=100.1),
+        metavar="P",
+        help="Percent of drafts that are right; the others cost time, too. Needs --tokens-per-step. (default: 100)",
+    )
+    load.add_argument(
         "--requests",
         type=_number("--requests", int, above=9),
         metavar="N",
@@ -129,6 +143,13 @@ def _parser() -> ArgumentParser:
 
 
 def _workload(args: argparse.Namespace, slo: Slo) -> Workload:
+    if args.draft_acceptance is not None and args.tokens_per_step is None:
+        raise ConfigError("--draft-acceptance: only with --tokens-per-step", param="draft_acceptance")
+    drafts = Drafts(args.tokens_per_step or 1.0, (args.draft_acceptance or 100.0) / 100)
+    return _requests(args, slo)._replace(drafts=drafts)
+
+
+def _requests(args: argparse.Namespace, slo: Slo) -> Workload:
     if args.trace is not None:
         for name in ("isl", "osl"):
             if getattr(args, name) is not None:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from common.errors import ConfigError
 from common.setting_values import show
-from planning.simulator.hardware import Hardware
+from planning.simulator.hardware import NO_DRAFTS, Drafts, Hardware
 from planning.steps import Seconds, StepFit
 
 VERSION = 1
@@ -69,7 +69,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fit_error: float = 0.0  # median of the relative errors of the fit
     points: list[Point] = []
 
-    def hardware(self, mean_tokens: float, target_itl_s: float) -> Hardware:
+    def hardware(self, mean_tokens: float, target_itl_s: float, drafts: Drafts = NO_DRAFTS) -> Hardware:
         """Returns a pod of the simulator, for requests of so many tokens: the longer, the larger are its blocks."""
         block_size = self.block_size
         while mean_tokens / block_size > _MOST_BLOCKS and 2 * block_size <= max(_MOST_BLOCK_TOKENS, self.block_size):
@@ -86,6 +86,7 @@ class EngineProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             target_itl_s=target_itl_s,
             message_s=self.message_s,
             request_s=self.request_s,
+            drafts=drafts,
         )
 
 

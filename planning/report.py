@@ -24,6 +24,7 @@ def describe(plan: Plan, profile: EngineProfile, workload: Workload) -> str:
     return "\n".join(
         [
             f"load    {plan.rate:.4g} requests/s: {workload.name} ({len(workload.requests)} requests simulated)",
+            *_drafts(workload),
             f"SLO     {share} of first tokens within {ttft}, {share} of gaps between tokens within {itl}",
             f"engine  {profile.model}, {profile.dtype}, {profile.device}{threads}, {profile.machine}",
             "",
@@ -36,6 +37,13 @@ def describe(plan: Plan, profile: EngineProfile, workload: Workload) -> str:
             *_plot(plan),
         ]
     )
+
+
+def _drafts(workload: Workload) -> list[str]:
+    drafts = workload.drafts
+    if not drafts.per_step:
+        return []
+    return [f"drafts  {drafts.tokens_per_step:.3g} tokens per decode step, {drafts.acceptance:.0%} of drafts right"]
 
 
 def size_in_words(size: Size) -> str:
@@ -90,6 +98,8 @@ def as_json(plan: Plan, profile: EngineProfile, workload: Workload) -> dict[str,
             "num_requests": len(workload.requests),
             "mean_prompt_tokens": workload.mean_prompt_tokens,
             "mean_output_tokens": workload.mean_output_tokens,
+            "tokens_per_step": workload.drafts.tokens_per_step,
+            "draft_acceptance": workload.drafts.acceptance,
         },
         "model": profile.model,
         "prefill": plan.size.num_prefill,

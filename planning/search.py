@@ -97,7 +97,7 @@ class Planner:
         self.workload = workload
         self.slo = slo
         self._hardware = profile.hardware(
-            workload.mean_prompt_tokens + workload.mean_output_tokens, target_itl_s=slo.target_itl_s
+            workload.mean_prompt_tokens + workload.mean_output_tokens, slo.target_itl_s, workload.drafts
         )
         self._warm_up_s = warm_up_s
         self._on_try = on_try

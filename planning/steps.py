@@ -23,7 +23,7 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode_base_s: Seconds  # of a step in which some do
     prompt_token_s: Seconds  # for each token of a prompt
     attended_s: Seconds  # for each pair of such a token and one before it
-    decode_request_s: Seconds  # for each request that decodes
+    decode_request_s: Seconds  # for each request that decodes, and each draft that is verified
     context_token_s: Seconds  # for each token of KV that those read
 
     def seconds(self, step: Step) -> float:
@@ -32,7 +32,7 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             (self.decode_base_s if step.num_decoding else self.prefill_base_s)
             + step.prompt_tokens * self.prompt_token_s
             + step.attended * self.attended_s
-            + step.num_decoding * self.decode_request_s
+            + (step.num_decoding + step.num_drafts) * self.decode_request_s
             + step.decode_context * self.context_token_s
         )
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from common.errors import ConfigError
 from common.recorded_trace import MAX_RECORDED_TOKENS, RECORDED_BLOCK, read_recorded
 from common.types import HASH_BYTES
+from planning.simulator.hardware import NO_DRAFTS, Drafts
 from planning.simulator.trace import Session, Trace, Turn, chain, poisson
 
 
@@ -29,6 +30,7 @@ class Workload(NamedTuple):
     name: str
     requests: Sequence[Request]
     rate: float  # requests per second
+    drafts: Drafts = NO_DRAFTS  # that its texts allow
 
     @property
     def mean_prompt_tokens(self) -> float:

@@ -15,6 +15,7 @@ class Step(NamedTuple):
     num_sequences: int  # requests of the step, whatever they get
     decode_context: int  # tokens of KV that the decoding requests read
     attended: float  # pairs of a prompt token and a token before it
+    num_drafts: float = 0.0  # tokens that are verified for the decoding requests
 
 
 class StepModel(Protocol):
@@ -37,8 +38,24 @@ class Roofline(NamedTuple):
     def seconds(self, step: Step) -> float:
         """See StepModel."""
         moving_s = self.weights_s + step.decode_context * self.context_token_s
-        computing_s = (step.prompt_tokens + step.num_decoding) * self.token_s + step.attended * self.attention_s
+        num_tokens = step.prompt_tokens + step.num_decoding + step.num_drafts
+        computing_s = num_tokens * self.token_s + step.attended * self.attention_s
         return self.overhead_s + step.num_sequences * self.sequence_s + max(moving_s, computing_s)
+
+
+class Drafts(NamedTuple):
+    """What speculative decoding brings, on average over all that decodes."""
+
+    tokens_per_step: float = 1.0  # that a decoding request gets
+    acceptance: float = 1.0  # share of the drafts that are right
+
+    @property
+    def per_step(self) -> float:
+        """Drafts that a step verifies for each decoding request."""
+        return (self.tokens_per_step - 1) / self.acceptance
+
+
+NO_DRAFTS = Drafts()
 
 
 class Hardware(NamedTuple):
@@ -55,3 +72,4 @@ class Hardware(NamedTuple):
     target_itl_s: float = DEFAULT_TARGET_ITL_S
     message_s: float = 0.0005  # between router and pod
     request_s: float = 0.0  # of router and pods for one request, beside its steps
+    drafts: Drafts = NO_DRAFTS

@@ -88,6 +88,7 @@ class PodRequest:
         self.num_private = 0
         self.started = False
         self.order = 0.0  # the lowest is computed first
+        self.owed = 0.0  # tokens of the next step: the part of one that drafts have brought so far
 
     @property
     def is_stream(self) -> bool:
@@ -121,6 +122,7 @@ class SimulatedPod:
         self._arrived: list[PodRequest] = []  # since the step began
         self._stretch: tuple[float, float, int] | None = None  # start, seconds of a step, steps
         self._load = 0.0, 0  # work and context of one of its steps
+        self._tokens_per_step = 1.0  # of a request that decodes
         self._chunks: list[tuple[PodRequest, int]] = []
         self._version = 0
 
@@ -175,9 +177,18 @@ class SimulatedPod:
             return
         self._chunks = chunks
         tokens = sum(chunk for _, chunk in chunks)
-        step_s = hardware.steps.seconds(Step(tokens - num_decoding, num_decoding, len(chunks), context, attended))
+        step_s = self._draft(Step(tokens - num_decoding, num_decoding, len(chunks), context, attended))
         self._load = work, context
         self._run(self._clock.now, step_s, self._stretch_steps(step_s))
+
+    def _draft(self, step: Step) -> float:
+        """Returns the seconds of the step, with drafts where these make a token take less time, as the engine would."""
+        steps, drafts = self.hardware.steps, self.hardware.drafts
+        plain_s = steps.seconds(step)
+        drafting_s = steps.seconds(step._replace(num_drafts=step.num_decoding * drafts.per_step))
+        pays = drafting_s < plain_s * drafts.tokens_per_step
+        self._tokens_per_step = drafts.tokens_per_step if pays else 1.0
+        return drafting_s if pays else plain_s
 
     def _room_for_prompts(self, num_streams: int, num_decoding: int, context: int) -> PromptRoom:
         times = self._step_times
@@ -205,15 +216,9 @@ class SimulatedPod:
         """How many equal steps follow, if nothing arrives."""
         if self.waiting or any(job.num_uncomputed != 1 for job in self.running):
             return 1
-        blocks = self.cache.num_free // len(self.running)
-        return max(
-            1,
-            min(
-                min(job.num_left for job in self.running),
-                int(_LONGEST_STRETCH_S / step_s),
-                blocks * self.hardware.block_size,
-            ),
-        )
+        num_tokens = self.cache.num_free // len(self.running) * self.hardware.block_size
+        num_tokens = min(num_tokens, *(job.num_left for job in self.running))
+        return max(1, min(int(num_tokens / self._tokens_per_step), int(_LONGEST_STRETCH_S / step_s)))
 
     def _run(self, start: float, step_s: float, steps: int) -> None:
         self._stretch = (start, step_s, steps)
@@ -229,7 +234,7 @@ class SimulatedPod:
         self.busy_s += step_s * steps
         self._learn(step_s)
         for job, chunk in self._chunks:
-            self._advance(job, chunk if steps == 1 else steps, steps, step_s)
+            self._advance(job, chunk, steps, step_s)
         for job, _ in self._chunks:
             if not job.num_left:
                 self.running.remove(job)
@@ -245,13 +250,20 @@ class SimulatedPod:
         self.last_step_s = step_s * (1 + _UNLIKE) if step_s == self.last_step_s else step_s
         self.last_step_tokens = sum(chunk for _, chunk in self._chunks)
 
-    def _advance(self, job: PodRequest, computed: int, steps: int, step_s: float) -> None:
-        job.num_computed += computed
-        sampled = steps if job.num_computed >= job.num_tokens + steps - 1 else 0
+    def _advance(self, job: PodRequest, chunk: int, steps: int, step_s: float) -> None:
+        """Tokens that one step brings come at once."""
+        if job.is_stream:
+            job.owed += steps * self._tokens_per_step
+            sampled = min(int(job.owed), job.num_left)
+            job.owed -= sampled
+            job.num_computed += sampled
+        else:
+            job.num_computed += chunk
+            sampled = int(not job.num_uncomputed)
         if sampled:
             job.num_tokens += sampled
             job.num_left -= sampled
-            job.listener.on_tokens(sampled, step_s)
+            job.listener.on_tokens(steps, step_s)
         self._grow(job)
         self._fill(job)
 
@@ -307,7 +319,8 @@ class SimulatedPod:
         """Blocks to take before the next token."""
         if job.num_left <= 1:
             return 0
-        return max(0, -(-(job.num_tokens + 1) // self.hardware.block_size) - len(job.held) - job.num_private)
+        most = min(job.num_left, math.ceil(self.hardware.drafts.tokens_per_step))
+        return max(0, -(-(job.num_tokens + most) // self.hardware.block_size) - len(job.held) - job.num_private)
 
     def _grow(self, job: PodRequest) -> None:
         if (lacks := min(self._lacks(job), self.cache.num_free)) > 0:

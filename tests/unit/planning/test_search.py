@@ -11,6 +11,7 @@ from common.errors import ConfigError
 from planning.plan import make_plan
 from planning.profile import EngineProfile, load_profile
 from planning.search import Planner, Size, Slo
+from planning.simulator.hardware import Drafts
 from planning.workload import synthetic
 
 SLO = Slo(0.6, 0.04)
@@ -50,6 +51,14 @@ def test_slos_below_what_one_request_takes_are_refused_with_the_least(profile: E
         planner(profile, Slo(0.05, 0.04)).check_possible()
     with pytest.raises(ConfigError, match=r"--slo-itl: no number of pods keeps 5 ms: .* the ITL is 1"):
         planner(profile, Slo(0.6, 0.005)).check_possible()
+
+
+@pytest.mark.parametrize(("acceptance", "saved"), [(1.0, 0.35), (0.7, 0.3), (0.05, 0.0)])
+def test_drafts_save_steps_where_they_pay(profile: EngineProfile, acceptance: float, saved: float) -> None:
+    load = synthetic(0.25, 50, 200, 60)
+    drafting = load._replace(drafts=Drafts(2.0, acceptance))
+    plain, with_drafts = (Planner(profile, each, SLO).measure(Size(1, 1)).decode_busy for each in (load, drafting))
+    assert with_drafts == pytest.approx((1 - saved) * plain, abs=0.06)
 
 
 def test_what_fits_no_pod_is_refused(profile: EngineProfile) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from planning.simulator.hardware import Hardware
+from planning.simulator.hardware import Drafts, Hardware
 from planning.simulator.pod import Clock, PodRequest, SimulatedPod
 from planning.steps import StepFit
 
@@ -51,12 +52,12 @@ def job(name: int, num_output_tokens: int) -> PodRequest:
 class Watched:
     """A pod, and what it said at the end of each of its steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, hardware: Hardware = HARDWARE) -> None:
         self.clock = Clock()
         self.times: list[float] = []
         self.num_queued_tokens: list[int] = []
         self.step_s: list[float] = []
-        self.pod = SimulatedPod(HARDWARE, self.clock, self._note)
+        self.pod = SimulatedPod(hardware, self.clock, self._note)
 
     def _note(self, pod: SimulatedPod) -> None:
         self.times.append(self.clock.now)
@@ -71,6 +72,17 @@ def test_a_pod_speaks_at_the_ends_of_steps_and_not_of_what_came_during_one() -> 
     watched.clock.run()
     assert watched.times == pytest.approx([PROMPT_S, 2 * PROMPT_S])
     assert watched.num_queued_tokens == [0, 0]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_steps"), [(1, 0), (2, 1), (6, 2), (7, 3), (101, 40)])
+def test_steps_bring_as_many_tokens_as_drafts_allow_and_take_as_long_as_these(num_tokens: int, num_steps: int) -> None:
+    """2.5 tokens in a step, which also verifies drafts that are wrong."""
+    steps, drafts = msgspec.structs.replace(HARDWARE.steps, decode_request_s=0.001), Drafts(2.5, acceptance=0.75)
+    watched = Watched(HARDWARE._replace(steps=steps, drafts=drafts))
+    watched.clock.at(0.0, lambda: watched.pod.submit(job(1, num_tokens)))
+    watched.clock.run()
+    assert watched.clock.now == pytest.approx(PROMPT_S + num_steps * (DECODE_S + 0.001 * (1 + 2)))
+    assert watched.pod.cache.num_free == HARDWARE.num_blocks
 
 
 def test_no_two_steps_in_a_row_look_like_the_same_one() -> None:
