@@ -115,7 +115,7 @@ class _Asked(NamedTuple):
     args: argparse.Namespace
 
     def settings(self, *more: msgspec.Struct) -> dict[str, object]:
-        """What a report says of them."""
+        """The settings that a report names."""
         parts = (self.endpoint, self.load, *more)
         shown = {name: value for part in parts for name, value in msgspec.structs.asdict(part).items()}
         return {**shown, "goodput": " ".join(self.args.goodput)}

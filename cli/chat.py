@@ -97,7 +97,7 @@ class Conversation:
 
 
 def settings_of(options: GenerationOptions) -> dict[str, object]:
-    """What /set can change, by name."""
+    """The settings that /set can change, by name."""
     return {name: getattr(options, name) for name in options.__struct_fields__ if name not in _FIXED}
 
 
@@ -147,7 +147,7 @@ def _converse(conversation: Conversation, model: str) -> None:
 
 
 class Typed(NamedTuple):
-    """What was typed at the prompt."""
+    """A line that was typed at the prompt."""
 
     text: str
     is_command: bool

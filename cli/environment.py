@@ -1,4 +1,4 @@
-"""Where clients find the router, unless their options say."""
+"""The router's address for clients, unless their options name one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `complete` and `chat` share: options, the router they talk to, and how an answer is printed."""
+"""Shared parts of `complete` and `chat`: options, the router they talk to, and how an answer is printed."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def purge(store: StoreInspector, args: argparse.Namespace) -> int:
 
 @dataclass
 class Content:
-    """What one namespace has."""
+    """The content of one namespace."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -169,7 +169,7 @@ def _batches(blocks: Iterator[StoredBlock]) -> Iterator[list[StoredBlock]]:
 
 
 def _settings(args: argparse.Namespace) -> StoreSettings:
-    """Those given, else those of the cluster in the background. Raises ConfigError."""
+    """Returns the settings given, else those of the cluster in the background. Raises ConfigError."""
     is_given = any(getattr(args, name) is not None for name in ("config", *field_names(StoreSettings)))
     if args.name is not None and is_given:
         raise ConfigError("--name: the cluster knows its store; leave out the options that name one", param="name")

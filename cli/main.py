@@ -12,7 +12,7 @@ from common import __version__
 
 
 class Command(NamedTuple):
-    """Where a command lives, and its line in the help."""
+    """A command's module, and its line in the help."""
 
     module: str  # with a function main(argv) -> exit code
     summary: str
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """What `baton --help` prints."""
+    """Returns the text that `baton --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [
         "usage: baton COMMAND [options]",

@@ -1,4 +1,4 @@
-"""Where a router serves gRPC: named by a URL, or told by the router over HTTP."""
+"""The address at which a router serves gRPC: named by a URL, or told by the router over HTTP."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _is_ready(cluster: ClusterState, router_status: int) -> bool:
 
 
 def _router_status(cluster: ClusterState) -> int:
-    """What the router itself says to whether it can serve; 0: nothing."""
+    """Asks the router whether it can serve. Returns its HTTP status; 0: it does not answer."""
     address = urlsplit(cluster.url)
     if not address.hostname:
         return 0

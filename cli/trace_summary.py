@@ -1,4 +1,4 @@
-"""What took the time of a trace of an engine, by operator."""
+"""Sums up the trace of an engine: the time of each operator."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class CertificatePaths(NamedTuple):
 
 
 def paths_of(directory: Path, name: str) -> CertificatePaths:
-    """Where `make_certificates` puts those of `name`."""
+    """Returns the paths at which `make_certificates` puts the files of `name`."""
     return CertificatePaths(directory / f"{name}.pem", directory / f"{name}.key")
 
 

@@ -235,7 +235,7 @@ class ClusterModel(NamedTuple):
 
 
 class ClusterCommand(msgspec.Struct, frozen=True):
-    """What `baton up` was asked for."""
+    """The settings of a call of `baton up`."""
 
     config: ClusterConfig
     config_file: Path | None
@@ -345,8 +345,8 @@ def _passed(role: str, args: argparse.Namespace) -> list[str]:
 
 
 def _parallel(role: str, args: argparse.Namespace, config: ClusterConfig, document: Section) -> ParallelConfig:
-    """What pods of this role will have, each setting from where they take it: an option of the role, else of the
-    cluster, else the role's section. Raises ConfigError."""
+    """Returns the settings of ranks for the pods of this role, each from the first place that has it: an option of the
+    role, an option of the cluster, the role's section. Raises ConfigError."""
     names = field_names(ParallelConfig)
     section = document.section(role)
     own = Section({name: section[name] for name in names if name in section}, source=section.source, path=role)

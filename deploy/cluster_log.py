@@ -66,7 +66,7 @@ def _open(path: Path) -> int:
 
 
 def previous(path: Path) -> Path:
-    """Where the part before `path` is kept."""
+    """Returns the path of the log before `path`."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -103,7 +103,7 @@ class _LineReader:
         self.descriptor = file.fileno()
 
     def lines(self) -> Iterator[str]:
-        """Those since the last call."""
+        """Yields the lines since the last call."""
         while chunk := self._file.read(_CHUNK_BYTES):
             *lines, self._pending = (self._pending + chunk).split(b"\n")
             yield from (line.decode("utf-8", "replace") for line in lines)

@@ -1,4 +1,4 @@
-"""What a local cluster consists of: commands, ports and environment of every process."""
+"""The plan of a local cluster: commands, ports and environment of every process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prometheus_targets(plan: ClusterPlan, router: str) -> str:
 
 
 class _ConnectorPlan(NamedTuple):
-    """What joins the pods."""
+    """The connection between the pods."""
 
     pod_options: list[str]
     stores: list[RedisPlan]
@@ -107,7 +107,7 @@ def plan_cluster(
 
 
 def _without(options: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Those of the options that `others` do not have."""
+    """Returns the options that `others` do not have."""
     names = {word.partition("=")[0] for word in others}
     return [word for word in options if word.partition("=")[0] not in names]
 
@@ -132,7 +132,7 @@ def _planned_pods(config: ClusterConfig) -> list[_PlannedPod]:
 def _own_options(
     pod: _PlannedPod, port: int, metrics_port: int | None, config: ClusterConfig, scratch: Path
 ) -> list[str]:
-    """What the pod does not share with the others."""
+    """Returns the options that the pod does not share with others."""
     options = ["--pod-id", pod.name, "--host", LOOPBACK, "--port", str(port)]
     if metrics_port is not None:
         options += ["--metrics-port", str(metrics_port)]
@@ -221,7 +221,7 @@ def _plan_connector(config: ClusterConfig, redis_port: int, scratch: Path, env: 
 
 
 def _mtls_of(scratch: Path, role: str) -> ClusterTlsConfig:
-    """Where `make_mtls` puts the certificate of a role."""
+    """Returns the paths at which `make_mtls` puts the certificate of a role."""
     directory = scratch / "certificates"
     return ClusterTlsConfig(
         cluster_ca=str(directory / "ca.pem"),
@@ -267,7 +267,7 @@ def pod_environment(base: Mapping[str, str], num_ranks: int) -> dict[str, str]:
 
 
 def operator_environment(env: Mapping[str, str], key: str) -> dict[str, str]:
-    """What makes `key` an operator's, to be added to the environment of a router that has API keys."""
+    """Returns variables that make `key` an operator's, for the environment of a router that has API keys."""
     listed = env.get(ENVIRONMENT, "").strip()
     own = f"baton-up-probe:sha256:{digest_of(key).hex()}:operator"
     return {ENVIRONMENT: f"{listed},{own}" if listed else own}
@@ -292,7 +292,7 @@ def joined(host: str, port: int) -> str:
 
 
 def reachable(host: str) -> str:
-    """Where to reach a server that listens on `host`."""
+    """Returns the address of a server that listens on `host`."""
     return {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}.get(host, host)  # noqa: S104
 
 

@@ -286,7 +286,7 @@ def _process(pid: int) -> Iterator[int | None]:
 
 
 def start_time_of(pid: int) -> int:
-    """When the process started, in ticks since the machine did; 0 if it is gone, or not on Linux."""
+    """Returns the start of a process, in ticks since the machine started; 0 if it is gone, or not on Linux."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""What `baton doctor` looks at. Each check takes the plan and returns a Finding; none changes anything.
+"""The checks of `baton doctor`. Each takes the plan and returns a Finding; none changes anything.
 
 Modules that need gRPC are imported within the checks: on a machine where it does not load, the others still report.
 """
@@ -369,7 +369,7 @@ def check_addresses(_: DoctorConfig) -> Finding:
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """What a probe found, and what it and its libraries logged."""
+    """A probe's answer, and the log of the probe and its libraries."""
 
     answer: dict[str, Any]
     log: str

@@ -79,7 +79,7 @@ class PodProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the running child."""
+        """The id of the running child."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def supervise(self) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a local cluster: progress on stdout, the pods' own lines on stderr; in the background a log."""
+"""The terminal of a local cluster: progress on stdout, the pods' own lines on stderr; in the background a log."""
 
 from __future__ import annotations
 

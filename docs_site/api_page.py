@@ -259,7 +259,7 @@ def page() -> str:
 
 
 def _parameters() -> list[ParameterField]:
-    """Those that clients give under these names."""
+    """Returns the parameters that clients give under these names."""
     return [
         field
         for field in parameters_of(SamplingParams).values()

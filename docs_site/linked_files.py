@@ -70,7 +70,7 @@ def _target(page: Path, link: str) -> Path | None:
 
 
 def _uri(path: Path) -> str:
-    """Where a file of the repository stands in the site's sources."""
+    """Returns the URI of a file of the repository in the site's sources."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     uri = path.relative_to(REPOSITORY).as_posix()

@@ -122,7 +122,7 @@ def page() -> str:
 
 
 def router_metrics() -> list[MetricRow]:
-    """Those of a router, but for the process's own."""
+    """Returns the metrics of a router, without those of its process."""
     metrics = RouterMetrics()
     metrics.generations.of("model")
     metrics.queues.of("model")
@@ -133,14 +133,14 @@ def router_metrics() -> list[MetricRow]:
 
 
 def worker_metrics() -> list[MetricRow]:
-    """Those that a router has only if it has several workers."""
+    """Returns the metrics that a router has only if it has several workers."""
     registry = CollectorRegistry()
     WorkerMetrics(registry)
     return list(_rows(registry))
 
 
 def pod_metrics() -> list[MetricRow]:
-    """Those of a pod."""
+    """Returns the metrics of a pod."""
     return list(_rows_and_loop(sample_pod_metrics().registry, "baton_pod"))
 
 
@@ -166,7 +166,7 @@ def sample_pod_spec() -> EngineSpec:
 
 
 def _rows_and_loop(registry: CollectorRegistry, prefix: str) -> Iterator[MetricRow]:
-    """Those of the registry and those of an event loop."""
+    """Yields the metrics of the registry and those of an event loop."""
     loop = asyncio.new_event_loop()
     try:
         registry.register(LoopFigures(prefix, loop))

@@ -1,4 +1,4 @@
-"""When requests of an open loop are sent, whatever became of those before them."""
+"""Arrival times of an open loop: requests are sent then, whatever became of those before them."""
 
 from __future__ import annotations
 

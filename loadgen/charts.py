@@ -28,7 +28,7 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """What a plot shows."""
+    """The content of a plot."""
 
     title: str
     x_label: str
@@ -74,7 +74,7 @@ class _Axis(NamedTuple):
         return cls(math.ceil(most / step - 1e-9) * step, step, start, end)
 
     def pixel(self, value: float) -> float:
-        """Where a value is."""
+        """Returns the pixel of a value."""
         return self.start + (self.end - self.start) * value / self.most
 
     def ticks(self) -> Iterator[float]:

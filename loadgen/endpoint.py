@@ -23,7 +23,7 @@ UNREACHED = frozenset({"connect", "tls", "timeout"})  # kinds of failures withou
 
 
 class Endpoint(Protocol):
-    """What load is sent to, on the event loop of the run."""
+    """The receiver of the load, used on the event loop of the run."""
 
     async def ask(self, prompt: Prompt, num_output_tokens: int | None, sample: Sample) -> str:
         """Sends one request and fills the sample, also if it fails. Returns the answer's text."""

@@ -1,4 +1,4 @@
-"""What OpenAI's streams are made of: server-sent events, whose data are chunks of an answer."""
+"""OpenAI's streams: server-sent events whose data are chunks of an answer."""
 
 from __future__ import annotations
 

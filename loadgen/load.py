@@ -24,7 +24,7 @@ _NOT_SENT = Failure("not sent", "an earlier turn of the conversation failed")
 
 
 class Run(NamedTuple):
-    """What was measured."""
+    """The measurements of a run."""
 
     samples: Sequence[Sample]  # one for each turn that has ended, in the order of the workload
     started_s: float  # by the load generator's clock

@@ -52,7 +52,7 @@ _ENGLISH = tuple(
 
 
 class WordSource(NamedTuple):
-    """What texts are made of."""
+    """The words that texts are made of."""
 
     words: Sequence[str]
     tokens_per_word: float = 1.0

@@ -1,4 +1,4 @@
-"""What was measured of one request."""
+"""The measurements of one request."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _reasons(planner: Planner, size: Size, *, colocated: bool) -> tuple[tuple[st
 
 
 def _without(planner: Planner, number: int, smaller: Size) -> str:
-    """What breaks with one pod fewer."""
+    """Says which SLO breaks with one pod fewer."""
     if number == 1:
         return "one is the least"
     measured = planner.measure(smaller)

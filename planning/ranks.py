@@ -1,4 +1,4 @@
-"""What each rank of a model takes, by how many there are: `baton plan ranks`."""
+"""`baton plan ranks`: the memory of each rank of a model, by how many ranks there are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StageSizes(NamedTuple):
 
 
 class RankSizes(NamedTuple):
-    """What ranks take, by how many there are."""
+    """The memory that ranks take, by how many there are."""
 
     parallel: ParallelConfig
     stages: list[StageSizes]

@@ -31,7 +31,7 @@ _IDLE_REQUESTS = 100
 
 
 class Slo(NamedTuple):
-    """What a plan keeps: `percentile` of the TTFTs, and of all gaps between tokens, in seconds."""
+    """The SLOs that a plan keeps: `percentile` of the TTFTs, and of all gaps between tokens, in seconds."""
 
     ttft_s: float
     itl_s: float
@@ -39,7 +39,7 @@ class Slo(NamedTuple):
 
     @property
     def target_itl_s(self) -> float:
-        """What pods are given as target_itl_ms, in seconds."""
+        """The target_itl_ms that pods are given, in seconds."""
         return _TARGET * self.itl_s
 
 
@@ -59,7 +59,7 @@ class Size(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the simulator says of a size under a load."""
+    """The simulator's figures for a size under a load."""
 
     ttft_s: float  # at the SLO's percentile, as is the next
     itl_s: float

@@ -34,12 +34,12 @@ class Workload(NamedTuple):
 
     @property
     def mean_prompt_tokens(self) -> float:
-        """Of its requests."""
+        """The mean number of tokens in a prompt."""
         return sum(request.num_prompt_tokens for request in self.requests) / len(self.requests)
 
     @property
     def mean_output_tokens(self) -> float:
-        """Of its requests."""
+        """The mean number of tokens in an answer."""
         return sum(request.num_output_tokens for request in self.requests) / len(self.requests)
 
     @property

@@ -1,4 +1,4 @@
-"""What a router answers to GET /v1/cluster, /v1/requests and /v1/requests/{id}; docs/api.md describes the fields.
+"""Answers of a router to GET /v1/cluster, /v1/requests and /v1/requests/{id}; docs/api.md describes the fields.
 
 Fields that newer routers add are ignored.
 """
@@ -34,7 +34,7 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a pod reported last. Tokens, bytes, queries, hits and drafts count from the pod's start."""
+    """A pod's latest report. Tokens, bytes, queries, hits and drafts count from the pod's start."""
 
     num_running: int
     num_waiting: int
@@ -176,7 +176,7 @@ class Gaps(msgspec.Struct, frozen=True):
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Where the time of a request went."""
+    """A request's time, by phase and event."""
 
     object: Literal["request"]
     request: Request

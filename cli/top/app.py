@@ -151,7 +151,7 @@ class TopApp(App[BatonError]):
     # --- keys ---
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """What concerns tables has no keys above a timeline; a choice of one model is none."""
+        """Disables the keys of tables above a timeline, and the choice between models if there is one."""
         if action in ("view", "sort", "reverse", "filter", "model") and self._opened is not None:
             return False
         return action != "model" or len(self._models) > 1 or self._pane.model is not None

@@ -29,7 +29,7 @@ class Column(NamedTuple, Generic[Row]):
 
 
 class Order(NamedTuple):
-    """What a table is sorted by."""
+    """The order of a table's rows."""
 
     column: int
     is_descending: bool

@@ -54,7 +54,7 @@ class PodFigures(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Of a request that verified drafts, since the pod's start."""
+        """Tokens per step of a request that verified drafts, since the pod's start."""
         load = self.pod.load
         if load is None or not load.num_draft_verifications:
             return None
@@ -69,7 +69,7 @@ class ClusterFigures(NamedTuple):
 
     @property
     def summary(self) -> list[str]:
-        """What there is, how busy it is, and which models it serves: three lines."""
+        """Three lines: the pods there are, how busy they are, and the models they serve."""
         pods = [figures.pod for figures in self.pods]
         roles = "".join(
             f"  {role} {_ready(pod for pod in pods if pod.role == role)}"

@@ -29,7 +29,7 @@ _CLUSTER_PATH, _REQUESTS_PATH = "/v1/cluster", "/v1/requests"
 
 
 class NotARouterError(BatonError):
-    """What answers is something else, or a version without these endpoints."""
+    """Raised if something else than a router answers, or a version without these endpoints."""
 
 
 class RouterApi:

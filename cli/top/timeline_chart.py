@@ -1,4 +1,4 @@
-"""Where the time of a request went, as bars over router, prefill pod, wire and decode pod."""
+"""Draws the time of a request as bars over router, prefill pod, wire and decode pod."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _problem(read: _Line, body: bytes) -> str:
 
 
 def _custom_id_of(line: bytes) -> str | None:
-    """As far as it can be read."""
+    """Returns the line's custom_id; None if it cannot be read."""
     try:
         document = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -95,7 +95,7 @@ class BatchError(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """What the endpoint answered, also if that is an error."""
+    """The endpoint's answer, also if that is an error."""
 
     status_code: int
     request_id: str

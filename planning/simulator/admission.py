@@ -26,7 +26,7 @@ class Waiting(Protocol):
 
 
 class SimulatedGate:
-    """As router.admission.gate, without asyncio."""
+    """A copy of router.admission.gate without asyncio."""
 
     def __init__(self, router: SimulatedRouter, clock: Clock, config: AdmissionConfig, limits: Limits) -> None:
         """All requests have the same limits."""

@@ -37,7 +37,7 @@ class BlockCache:
         return len(hashes)
 
     def num_idle(self, hashes: Sequence[bytes]) -> int:
-        """Those of cached blocks that nobody uses: sharing them takes free blocks."""
+        """Counts the cached blocks that nobody uses: sharing them takes free blocks."""
         return sum(block_hash in self._idle for block_hash in hashes)
 
     def share(self, hashes: Sequence[bytes]) -> None:

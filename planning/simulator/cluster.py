@@ -39,7 +39,7 @@ def hit_rate(served: Sequence[Served]) -> float:
 
 
 class Outcome(NamedTuple):
-    """What the users saw, and what it took. Times in seconds."""
+    """The users' latencies, and the work behind them. Times in seconds."""
 
     ttft_s: np.ndarray  # one per request
     tpot_s: np.ndarray  # mean gap of each request
@@ -55,11 +55,11 @@ class Outcome(NamedTuple):
     served: tuple[Served, ...]  # one per request
 
     def ttft(self, percentile: float) -> float:
-        """Of requests."""
+        """Returns a percentile of the requests' TTFTs."""
         return float(np.percentile(self.ttft_s, percentile))
 
     def itl(self, percentile: float) -> float:
-        """Of all gaps between tokens."""
+        """Returns a percentile of all gaps between tokens."""
         order = np.argsort(self.gaps_s)
         totals = np.cumsum(self.gap_counts[order])
         return float(self.gaps_s[order][np.searchsorted(totals, percentile / 100 * totals[-1])])
@@ -130,7 +130,7 @@ class SimulatedCluster:
         return sum(pod.busy_s for pod in pods) / self.clock.now / len(pods)
 
     def any_router(self) -> SimulatedRouter:
-        """For the next request."""
+        """Returns the router of the next request."""
         return self._lots.choice(self.routers)
 
     def gate_of(self, router: SimulatedRouter) -> SimulatedGate | None:
@@ -138,7 +138,7 @@ class SimulatedCluster:
         return self._gates.get(id(router))
 
     def check(self) -> list[str]:
-        """What is left that should not be; empty: nothing."""
+        """Returns a line for each thing that should be gone; none: all is well."""
         problems = [problem for router in self.routers for problem in router.check()]
         return problems + [
             f"pod {number} still holds something"
@@ -147,7 +147,7 @@ class SimulatedCluster:
         ]
 
     def check_index(self) -> list[str]:
-        """Where an index is wrong about what a pod holds. Looks up every prompt on every pod."""
+        """Returns a line for each entry in which an index is wrong about a pod. Looks up every prompt on every pod."""
         prompts = [request.turn.prompt for request in self.requests]
         return [problem for router in self.routers for prompt in prompts for problem in router.check_index(prompt)]
 
@@ -294,7 +294,7 @@ class _Request:
             self._clock.after(following.turn.wait_s, following.arrive)
 
     def served(self, router: int) -> Served:
-        """For the record."""
+        """Returns the record of a request that was served."""
         return Served(self.session.name, self._number, router, self.num_prompt_tokens, self.num_cached_tokens)
 
     @property
@@ -303,7 +303,7 @@ class _Request:
 
 
 class _PrefillLeg:
-    """What becomes of a prompt on a prefill pod."""
+    """The leg of a request on a prefill pod."""
 
     def __init__(self, request: _Request, clock: Clock, decode: SimulatedPod, claim: PodClaim) -> None:
         self._request = request

@@ -1,4 +1,4 @@
-"""What the simulator knows of one kind of pod: how long its steps and handoffs take, and how large its cache is."""
+"""The simulator's view of one kind of pod: how long its steps and handoffs take, and how large its cache is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DEFAULT_TARGET_ITL_S = 0.05  # the pods' own default
 
 
 class Step(NamedTuple):
-    """What one step computes."""
+    """The work of one step."""
 
     prompt_tokens: int  # of prompts, those that complete one included
     num_decoding: int  # requests that get one further token
@@ -44,7 +44,7 @@ class Roofline(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What speculative decoding brings, on average over all that decodes."""
+    """The gain of speculative decoding, on average over all that decodes."""
 
     tokens_per_step: float = 1.0  # that a decoding request gets
     acceptance: float = 1.0  # share of the drafts that are right

@@ -42,7 +42,7 @@ class Clock:
         self.at(self.now + delay_s, callback)
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Runs until nothing is left to happen."""
         while self._events:
             self.now, _, callback = heapq.heappop(self._events)
             callback()

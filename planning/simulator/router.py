@@ -41,14 +41,14 @@ class Setting(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Where one leg of a request goes, and its share of that pod's load."""
+    """The pod of one leg of a request, and the leg's share of that pod's load."""
 
     pod: SimulatedPod
     claim: PodClaim
 
 
 class Route(NamedTuple):
-    """Where a request goes. Without a prefill leg the decode pod computes the prompt."""
+    """The pods of a request. Without a prefill leg the decode pod computes the prompt."""
 
     decode: Sent
     prefill: Sent | None
@@ -90,7 +90,7 @@ class SimulatedRouter:
         )
 
     def query(self, turn: Turn, session: str) -> Query:
-        """What is to be decided for a prompt."""
+        """Returns the query for a prompt."""
         return Query(
             num_prompt_tokens=turn.num_prompt_tokens,
             block_hashes=turn.prompt,
@@ -101,13 +101,13 @@ class SimulatedRouter:
         )
 
     def plan(self, query: Query) -> Plan:
-        """Where it would go now."""
+        """Returns the plan for a query as of now."""
         plan = self._planner.plan(query, self._clock.now)
         assert plan is not None
         return within_limits(plan, self._terms, PREDICTION_MARGIN)
 
     def room(self) -> Room:
-        """What the pods could take now."""
+        """Returns the room that the pods have now."""
         prefill, decode = (table.columns() for table in self._tables)
         return room_of(decode, prefill if self.sends_prompts_away else decode)
 
@@ -124,14 +124,14 @@ class SimulatedRouter:
         return Route(decode, None if plan.prefill is None else self._claim(plan.prefill, query, computes=True))
 
     def learn(self, *, answer: int = 0, handoff: tuple[float, int] | None = None) -> None:
-        """As the router does when a request is over, or handed over."""
+        """Learns from a request that is over, or was handed over, as the router does."""
         if answer:
             self.estimates.answered(answer)
         if handoff is not None:
             self.estimates.handed_over(*handoff)
 
     def on_report(self, pod_number: int, stats: pods_pb2.PodStats, stored: bytes, removed: bytes) -> None:
-        """What the pod of that number says, of its load and of its cache."""
+        """Takes a pod's report on its load and its cache."""
         known = self._pods_known[pod_number]
         known.load.report(stats)
         if stored or removed:
@@ -139,7 +139,7 @@ class SimulatedRouter:
             assert self._index.apply(known.facts.slot, known.sequence, stored, removed)
 
     def check(self) -> list[str]:
-        """What is left that should not be; empty: nothing."""
+        """Returns a line for each thing that should be gone; none: all is well."""
         return self._index.check_integrity() + [
             f"claims on {known.facts.address} were not given back"
             for known in self._pods_known
@@ -147,7 +147,7 @@ class SimulatedRouter:
         ]
 
     def check_index(self, prompt: bytes) -> list[str]:
-        """Where the index is wrong about how much of a prompt a pod holds."""
+        """Returns a line for each pod about which the index is wrong: how much of a prompt it holds."""
         indexed = self._index.match(prompt, self._clock.now + _NO_LIMIT_S).computed
         return [
             f"{known.facts.address}: the index has {indexed[known.facts.slot]} blocks of a prompt"

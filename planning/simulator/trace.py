@@ -1,4 +1,4 @@
-"""What a simulation serves: sessions of requests, each with the hashes of its blocks.
+"""The load of a simulation: sessions of requests, each with the hashes of its blocks.
 
 A session is turns that follow each other, each with the whole conversation so far as its prompt. The next turn comes
 some time after the answer to the one before, so how fast a policy is decides what comes when, as in life.
@@ -32,7 +32,7 @@ class Session(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What one simulation serves."""
+    """The load of one simulation."""
 
     name: str
     sessions: list[Session]
