@@ -65,7 +65,7 @@ def _local_histograms(name: str, text: str, bounds: Sequence[float]) -> Column[L
 
 
 class GenerationMetrics(ModelTable):
-    """Of one model's requests."""
+    """Metrics of one model's requests."""
 
     inflight = per_model(Gauge, "baton_router_num_requests_inflight", "Generations under way.")
     success = per_model(Counter, "baton_router_request_success", "Generations that ended well.", "finished_reason")
@@ -128,7 +128,7 @@ class GenerationMetrics(ModelTable):
 
 
 class QueueMetrics(ModelTable):
-    """Of one model's queue."""
+    """Metrics of one model's queue."""
 
     queued = per_model(
         Gauge,
@@ -156,7 +156,7 @@ class QueueMetrics(ModelTable):
 
 
 class SurvivalMetrics(MetricTable):
-    """Of requests that move or are resumed."""
+    """Metrics of requests that move or are resumed."""
 
     redispatched = metric(Counter, "baton_router_redispatch", "Running requests moved to another decode pod.", "reason")
     prefill_retries = metric(
@@ -183,7 +183,7 @@ class SurvivalMetrics(MetricTable):
 
 
 class PodHealthMetrics(MetricTable):
-    """Of pods, as the router sees them."""
+    """Metrics of pods, as the router sees them."""
 
     ready = metric(Gauge, "baton_router_pod_ready", "1 if the pod can take requests.", "role", "address")
     ejections = metric(
@@ -219,7 +219,7 @@ class DiscoveryMetrics(MetricTable):
 
 
 class SecurityMetrics(MetricTable):
-    """Of keys and refused connections. Tenants are labelled by name: there are as many as keys."""
+    """Metrics of keys and refused connections. Tenants are labelled by name: there are as many as keys."""
 
     unauthenticated = metric(
         Counter,
@@ -245,7 +245,7 @@ class SecurityMetrics(MetricTable):
 
 
 class WorkerMetrics(MetricTable):
-    """Of the workers of a router, counted by their parent."""
+    """Metrics of the workers of a router, counted by their parent."""
 
     workers = metric(Gauge, "baton_router_workers", "Workers of the router that serve.")
     restarts = metric(Counter, "baton_router_worker_restarts", "Workers that died and were started again.", "worker")

@@ -54,7 +54,7 @@ _GC_THRESHOLD = 10_000  # objects; a collection of as many takes less than a mil
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a router shares with other workers of the same parent."""
+    """Objects that a router shares with other workers of the same parent."""
 
     peers: Peers
     usage: Usage  # of tenants' quotas
@@ -62,7 +62,7 @@ class WorkerContext:
 
 
 def standalone() -> WorkerContext:
-    """Those of a router that is the only one of its process group."""
+    """Returns the context of a router that is the only one of its process group."""
     return WorkerContext(NoPeers(), LocalUsage(), shares_ports=False)
 
 
@@ -117,7 +117,7 @@ class Router:
 
     @property
     def http_url(self) -> str:
-        """Where HTTP is served."""
+        """The URL at which HTTP is served."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http{'' if self.security.http_tls is None else 's'}://{host}:{self.port}"
 
@@ -190,7 +190,7 @@ class Router:
             await self.stop()
 
     async def _wait_for_pods(self) -> None:
-        """Until a request can be served, or for a while: then clients hear why not."""
+        """Waits until a request can be served, or for a while: then clients hear why not."""
         changed = self._health_changed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PODS_WAIT_S):

@@ -27,7 +27,7 @@ _incarnations = itertools.count(1)
 
 
 def counting_reply(request: common_pb2.EngineRequest) -> Sequence[int]:
-    """As many tokens as allowed, each the one before plus one, from the last prompt token on; all below 1024."""
+    """Counts on from the last prompt token: as many tokens as allowed, each the one before plus one; all below 1024."""
     start = request.prompt_token_ids[-1] + 1
     return [(start + index) % 1000 + 24 for index in range(request.sampling.max_tokens)]
 
@@ -38,7 +38,7 @@ def fixed_reply(token_ids: Sequence[int]) -> Reply:
 
 
 class FakePod:
-    """What both roles have: a server with Pod, health and reflection. An async context manager."""
+    """The base of both roles: a server with Pod, health and reflection. An async context manager."""
 
     role = pods_pb2.POD_ROLE_UNSPECIFIED
     service_name = ""
@@ -86,7 +86,7 @@ class FakePod:
         return self._server.address
 
     async def set_serving(self, serving: bool) -> None:
-        """What its health says."""
+        """Sets the answer of its health service."""
         assert self._server is not None
         await self._server.set_serving(serving)
 
@@ -239,7 +239,7 @@ def fake_logprobs(token_id: int, num_top: int) -> common_pb2.PositionLogprobs:
 
 
 def _fake_prompt_logprobs(request: common_pb2.EngineRequest) -> list[common_pb2.PositionLogprobs]:
-    """Of each prompt token but the first, if they are asked for."""
+    """Returns entries for each prompt token but the first, if they are asked for."""
     if not request.sampling.HasField("prompt_logprobs"):
         return []
     entries = [fake_logprobs(each, request.sampling.prompt_logprobs) for each in request.prompt_token_ids[1:]]

@@ -17,7 +17,7 @@ _LEAST_RETRY_S = 1.0  # where nothing is known
 
 
 class Outlook(NamedTuple):
-    """What decides whether a request can be served in time."""
+    """The figures that decide whether a request can be served in time."""
 
     limits: Limits
     forecast: Forecast
@@ -49,7 +49,7 @@ class Admission:
         return (head is None or self.can_start(head.num_requests, room)) and self.can_start(ticket.num_requests, room)
 
     def backlog_s(self, now: float) -> float:
-        """Until all that waits is dispatched; 0 as long as that is not known."""
+        """Returns the seconds until all that waits is dispatched; 0 as long as that is not known."""
         self._watch(now)
         return self._departures.seconds_for(self.queue.cost) or 0.0
 

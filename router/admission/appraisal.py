@@ -1,4 +1,4 @@
-"""What a request asks for, next to what it would get."""
+"""Compares the limits of a request with the service that it would get."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def longest_of(requests: Sequence[GenerationRequest]) -> GenerationRequest:
 
 
 def unplanned_ticket(requests: Sequence[GenerationRequest]) -> Ticket:
-    """For requests that need not wait, so that their cost does not matter."""
+    """Returns the ticket of requests that need not wait, so that their cost does not matter."""
     first = requests[0]
     return Ticket(
         first.terms.tenant,

@@ -1,4 +1,4 @@
-"""What a plan promises to the client, once the request is dispatched."""
+"""The promise of a plan to the client, once the request is dispatched."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ _AT_ONCE = 8  # tickets dispatched without letting others have the event loop
 
 
 class Pods(Protocol):
-    """What the gate knows of the pods. Called on the event loop, once per dispatch; must not block."""
+    """The gate's view of the pods. Called on the event loop, once per dispatch; must not block."""
 
     def room(self) -> Room:
-        """What they could take now."""
+        """Returns the room that they have now."""
 
     @property
     def unavailable_reason(self) -> str:
@@ -61,7 +61,7 @@ class Gate:
 
     @property
     def backlog_s(self) -> float:
-        """Until all that waits is dispatched; 0 as long as that is not known."""
+        """Returns the seconds until all that waits is dispatched; 0 as long as that is not known."""
         return self._admission.backlog_s(time.monotonic()) if self._waiters else 0.0
 
     def passes(self, ticket: Ticket) -> bool:

@@ -8,7 +8,7 @@ from router.requests.request import GenerationRequest
 
 
 class Timing(NamedTuple):
-    """Of one generation; time.monotonic()."""
+    """The times of one generation, by time.monotonic()."""
 
     first_token_at: float  # 0: there is none
     last_token_at: float

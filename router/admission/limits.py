@@ -14,7 +14,7 @@ PREDICTION_MARGIN = 1.25
 
 
 class Limits(NamedTuple):
-    """Of one request, in seconds; times count from its arrival."""
+    """The limits of one request, in seconds from its arrival."""
 
     timeout_s: float
     ttft_s: float | None = None
@@ -34,7 +34,7 @@ class Refusal(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """When a request would have what, predicted, in seconds from its arrival."""
+    """The predicted service of a request, in seconds from its arrival."""
 
     waited_s: float  # so far, before it came to be judged
     queue_s: float  # from now on
@@ -72,7 +72,7 @@ def broken_limit(limits: Limits, expected: Expected, margin: float) -> Refusal |
 
 
 def joined(first: Refusal | None, second: Refusal | None) -> Refusal | None:
-    """Of two reasons the first, until neither holds; that of the two which no waiting ends goes before."""
+    """Joins two reasons to refuse: the first, until neither holds. One that no waiting ends goes before the other."""
     if first is None or second is None:
         return first or second
     if not isinstance(first.error, OverloadedError) or not isinstance(second.error, OverloadedError):

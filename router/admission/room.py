@@ -13,7 +13,7 @@ OVERCOMMIT = 2.0
 
 
 class Room(NamedTuple):
-    """What the ready pods could take now."""
+    """The room that the ready pods have now."""
 
     capacity: float  # requests that decode pods take in all, if they had none; 0: none can be served
     free: float  # of these

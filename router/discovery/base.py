@@ -1,4 +1,4 @@
-"""What every way to find pods is to the cluster."""
+"""The interface of every way to find pods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Discovery(Protocol):
 
     @property
     def initial(self) -> Endpoints:
-        """Those that are known without asking anybody."""
+        """Returns the endpoints that are known without asking anybody."""
 
     async def follow(self, publish: Publish) -> None:
         """Publish the set whenever it changes. Returns only if it never will again.

@@ -28,7 +28,7 @@ class News(Protocol):
 
 
 class Registry(Protocol):
-    """What a router needs of it. All raise UnavailableError."""
+    """A registry, as far as a router needs it. All methods raise UnavailableError."""
 
     async def read(self) -> Reading:
         """All records under a lease."""
@@ -103,7 +103,7 @@ class RegistryDiscovery:
                 await asyncio.sleep(self._poll_s)
 
     def _records(self, reading: Reading) -> list[PodRecord]:
-        """Those that make sense."""
+        """Returns the records that are valid."""
         records, ignored = [], set()
         for address, text in reading.records.items():
             try:

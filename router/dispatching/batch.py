@@ -87,7 +87,8 @@ class Batch:
             self._metrics.errors.labels(ErrorCode.CANCELLED.label).inc(len(self.generations))
 
     def _end_timelines(self, error: BaseException | None) -> None:
-        """Of those that were not dispatched. Nothing is kept of what was refused at once: its client was told why."""
+        """Ends the timelines of generations that were not dispatched. Nothing is kept of a request that was refused at
+        once: its client was told why."""
         if isinstance(error, OverloadedError | UnattainableError) and not self._num_sent:
             self._timelines.drop(*self._kept)
         code = ErrorCode.INTERNAL if isinstance(error, Exception) else ErrorCode.CANCELLED

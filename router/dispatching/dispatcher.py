@@ -107,7 +107,7 @@ class Dispatcher:
         return "" if self.planner.can_serve else NO_PREFILL_POD
 
     def room(self) -> Room:
-        """What the ready pods could take now."""
+        """Returns the room that the ready pods have now."""
         prefill, decode = self.pods.prefill_table.columns(), self.pods.decode_table.columns()
         if not self.planner.can_serve:
             return NO_ROOM
@@ -125,7 +125,7 @@ class Dispatcher:
 
     @contextmanager
     def expecting(self, remote_wait_s: float) -> Iterator[None]:
-        """What is planned meanwhile would wait so long for a prefill pod, and not at all for a decode pod."""
+        """Lets plans that are made meanwhile expect to wait so long for a prefill pod, and not at all for a decode pod."""
         self._remote_wait_s = remote_wait_s
         try:
             yield
@@ -133,7 +133,7 @@ class Dispatcher:
             self._remote_wait_s = 0.0
 
     def plan(self, request: GenerationRequest, *, resumed: bool = False, avoid: Pod | None = None) -> Plan:
-        """Where the request would go now. Changes nothing.
+        """Plans the request's route as of now. Changes nothing.
 
         A resumed request has output already; `avoid` is used only if nothing else is ready. Raises UnavailableError if
         no decode pod is ready, or no prefill pod is and a remote prefill is a must.

@@ -99,7 +99,7 @@ class Generation:
 
     @property
     def timeline(self) -> Timeline:
-        """What became of it, and when."""
+        """The course of the generation."""
         return self._record.timeline
 
     @property
@@ -109,12 +109,12 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> Sequence[common_pb2.PositionLogprobs]:
-        """Of all prompt tokens but the first, if they were asked for. Complete with the first output."""
+        """Log probabilities of all prompt tokens but the first, if they were asked for. Complete with the first output."""
         return self._output.prompt_logprobs
 
     @property
     def timing(self) -> Timing:
-        """What is known of it so far."""
+        """The generation's times so far."""
         output, record = self._output, self._record
         is_served = output.finish_reason is not None and output.finish_reason is not FinishReason.ABORT
         return Timing(
@@ -123,7 +123,7 @@ class Generation:
 
     @property
     def speculation(self) -> SpeculationCounts:
-        """Of the answer so far, before it was resumed, too."""
+        """Counts of drafts in the answer so far, with those from before it was resumed."""
         own, resumption = self.timeline.speculation, self.request.resumption
         return own if resumption is None else resumption.speculation.plus(*own)
 

@@ -40,7 +40,7 @@ class StreamKey(NamedTuple):
 
 
 class KnownChoice(NamedTuple):
-    """What is known of one choice."""
+    """The known part of one choice."""
 
     token_ids: array[int]
     finish_reason: FinishReason | None  # if it has ended
@@ -60,7 +60,7 @@ class KeptStream(NamedTuple):
 
 
 class ResumableGeneration(Protocol):
-    """What a running stream is made of."""
+    """A generation of a running stream."""
 
     def known(self) -> KnownChoice:
         """All of it so far."""
@@ -136,15 +136,15 @@ class ResumableStreams:
             running.ended.set()
 
     async def take_over(self, key: StreamKey, identity: bytes, timeout_s: float) -> KeptStream | None:
-        """What is known of the stream, here or elsewhere, where it is forgotten. If it still runs, as its connection
-        looks alive, it is ended, which takes at most `timeout_s` seconds or raises TimeoutError. None: nothing is
-        known."""
+        """Returns the known part of the stream, here or elsewhere, where it is forgotten. If it still runs, as its
+        connection looks alive, it is ended, which takes at most `timeout_s` seconds or raises TimeoutError. None:
+        nothing is known."""
         stream = await self.give_up(key, identity, timeout_s) or await self._elsewhere(key, identity)
         self._metrics.resumed.labels("computed_again" if stream is None else "kept").inc()
         return stream
 
     async def give_up(self, key: StreamKey, identity: bytes, timeout_s: float) -> KeptStream | None:
-        """As `take_over`, of streams that are here."""
+        """Does the same as `take_over` for streams that are here."""
         running = self._running.get(key)
         if running is not None and running.identity == identity:
             for generation in running.generations:

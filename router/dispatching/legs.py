@@ -25,7 +25,7 @@ _POD_DEADLINE_SLACK_S = 5.0  # the router's deadline comes first; the pod's is f
 
 
 class Known(NamedTuple):
-    """What an attempt begins with."""
+    """The start of an attempt."""
 
     token_ids: Sequence[int]  # output tokens that need not be computed again
     sampling: SamplingParams  # of what is still wanted
@@ -50,7 +50,7 @@ class DecodeLeg(NamedTuple):
 
 
 class Legs:
-    """Of one attempt. Opened together; closed together, unless they have ended."""
+    """The legs of one attempt. Opened together; closed together, unless they have ended."""
 
     def __init__(self, epoch: int, decode: DecodeLeg, prefill: PrefillLeg | None) -> None:
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""What a generation has brought so far, and the front that waits for it: tokens, log probabilities, the end."""
+"""The output of a generation so far, and the front that waits for it: tokens, log probabilities, the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _AT_ONCE = 256  # log probabilities of a prompt's tokens that are checked; takes
 
 
 class Output:
-    """Where log probabilities of the prompt are wanted, no output is told before they have come."""
+    """The output of a generation. If log probabilities of the prompt are wanted, no output is told before they have
+    come."""
 
     def __init__(self, request: GenerationRequest) -> None:
         resumption = request.resumption
@@ -62,8 +63,8 @@ class Output:
 
     @property
     def known(self) -> Known:
-        """What the next attempt begins with. Where the prompt is computed again for its log probabilities, the output
-        is, too; each token is compared with what is known."""
+        """Returns the start of the next attempt. Where the prompt is computed again for its log probabilities, the
+        output is, too; each token is compared with the known one."""
         sampling = self._request.sampling
         if self.lacks_prompt:
             return Known((), sampling)
@@ -74,7 +75,7 @@ class Output:
     # --- from pods ---
 
     def problem_in(self, delta: pods_pb2.TokenDelta, vocab_size: int) -> str:
-        """What is invalid about a decode pod's message; empty: nothing."""
+        """Returns the problem with a decode pod's message; empty: there is none."""
         start, sampling = delta.start_index, self._request.sampling
         problem = ""
         if delta.prompt_logprobs:
@@ -94,8 +95,8 @@ class Output:
         return problem
 
     async def problem_in_prompt(self, found: Sequence[common_pb2.PositionLogprobs], vocab_size: int) -> str:
-        """What is invalid about a prefill pod's log probabilities of the prompt, if they are wanted; empty: nothing.
-        They may be very many, so others have their turn in between."""
+        """Returns the problem with a prefill pod's log probabilities of the prompt, if they are wanted; empty: there is
+        none."""
         num_prompt_tokens = len(self._request.prompt_token_ids)
         if not self.lacks_prompt:
             return ""
@@ -129,8 +130,7 @@ class Output:
     # --- for the front ---
 
     async def next(self) -> OutputDelta:
-        """What is new, when there is something. Raises the error if the request failed, and StopAsyncIteration after
-        the end."""
+        """Waits for the next output. Raises the error if the request failed, and StopAsyncIteration after the end."""
         while True:
             if self._log.has_news and not self.lacks_prompt:
                 if self._was_cut:

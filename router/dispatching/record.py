@@ -1,4 +1,4 @@
-"""What is noted of one generation: its timeline, the metrics, what the dispatcher learns, the log."""
+"""The record of one generation: its timeline, the metrics, the dispatcher's lessons, the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client has already of an answer: spelled again, unseen, so that what follows is right."""
+"""The part of an answer that a client has already: spelled again, unseen, so that the rest is right."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from router.pods import Pod
 
 
 class Retries:
-    """Of one request. Owns its place in the line of those that are computed again."""
+    """The attempts of one request. Owns its place in the line of those that are computed again."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.attempts = Attempts(dispatcher.survival.max_attempts)

@@ -15,7 +15,7 @@ from router.dispatching.token_log import OutputDelta
 
 
 class TextDelta(NamedTuple):
-    """What the client gains: text, and the tokens behind it (text may lag behind them)."""
+    """The client's gain: text, and the tokens behind it (text may lag behind them)."""
 
     text: str
     start_index: int  # output index of token_ids[0]

@@ -12,7 +12,7 @@ _MAX_TAKEN = 64  # tokens; their log probabilities take up to 15 ms to write, wh
 
 
 class OutputDelta(NamedTuple):
-    """What a request gained since the front last looked."""
+    """A request's gain since the front last looked."""
 
     start_index: int  # output index of token_ids[0]
     token_ids: list[int]
@@ -53,7 +53,7 @@ class TokenLog:
         return ""
 
     def take(self, finish_reason: FinishReason | None) -> OutputDelta:
-        """What is new, at most _MAX_TAKEN tokens of it; `finish_reason` comes with the last."""
+        """Takes the new tokens, at most _MAX_TAKEN; `finish_reason` comes with the last."""
         start, self._num_taken = self._num_taken, min(self._num_taken + _MAX_TAKEN, len(self.token_ids))
         num_left = len(self.token_ids) - self._num_taken
         num_logprobs = max(0, len(self._logprobs) - num_left)

@@ -28,7 +28,7 @@ def invalid_prompt_logprobs(
     sampling: SamplingParams,
     vocab_size: int,
 ) -> str:
-    """What is invalid about log probabilities of prompt tokens from index `start` on; empty: nothing."""
+    """Returns the problem with log probabilities of prompt tokens from index `start` on; empty: there is none."""
     if sampling.prompt_logprobs is None:
         return "log probabilities of a prompt, which were not asked for"
     if start < 1 or start + len(logprobs) > num_prompt_tokens:
@@ -57,7 +57,7 @@ def invalid_tokens(
     sampling: SamplingParams,
     vocab_size: int,
 ) -> str:
-    """What is invalid about tokens from output index `start` on; empty: nothing."""
+    """Returns the problem with tokens from output index `start` on; empty: there is none."""
     if token_ids and max(token_ids) >= vocab_size:
         return f"token {max(token_ids)} is outside the vocabulary of {vocab_size}"
     if start + len(token_ids) > sampling.max_tokens:
@@ -69,14 +69,15 @@ def invalid_tokens(
 
 
 def invalid_drafts(num_verified: int, num_accepted: int, num_tokens: int) -> str:
-    """What is invalid about counts of the drafts that led to so many tokens; empty: nothing."""
+    """Returns the problem with counts of the drafts that led to so many tokens; empty: there is none."""
     if num_accepted <= min(num_verified, num_tokens) and num_verified <= _MAX_DRAFTS * num_tokens:
         return ""
     return f"{num_accepted} of {num_verified} drafts were right, of {num_tokens} tokens"
 
 
 def invalid_end(finish_reason: int, num_tokens: int, max_tokens: int) -> str:
-    """What is invalid about how a request ended on a pod, with `num_tokens` tokens of output; empty: nothing."""
+    """Returns the problem with the way in which a request ended on a pod, with `num_tokens` tokens of output; empty:
+    there is none."""
     if finish_reason not in _ENDS:
         return f"finish reason {finish_reason} does not exist"
     if finish_reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_COMPLETE) and not num_tokens:

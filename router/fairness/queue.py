@@ -20,7 +20,7 @@ from router.fairness.tenant import Tenant
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """What waits: the generations of one request, which are dispatched together."""
+    """An entry of the queue: the generations of one request, which are dispatched together."""
 
     tenant: Tenant
     priority: int  # lower ones are served first
@@ -118,7 +118,7 @@ class FairQueue:
 
     @property
     def cost(self) -> float:
-        """Of all that wait."""
+        """The cost of all that wait."""
         return sum(each.cost for each in self._classes.values())
 
     def push(self, ticket: Ticket) -> None:

@@ -9,7 +9,7 @@ from common.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose request it is."""
+    """The owner of a request."""
 
     name: str = ""  # for logs, metrics and fairness; empty: the request came without a key
     salt: str = ""  # part of every block hash, so that tenants share no KV; empty: shared by all who have none

@@ -33,7 +33,7 @@ async def others_turn_if_large(tenant: Tenant, num_bytes: int) -> None:
 
 
 class _Turns:
-    """Those of one loop."""
+    """The turns on one loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -67,7 +67,7 @@ from router.wire.exchange import Exchange
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What distinguishes the endpoints."""
+    """The differences between the endpoints."""
 
     id_prefix: str
     parse: Callable[[bytes], CompletionBody | ChatBody]
@@ -193,7 +193,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._service.streams.running(StreamKey(tenant.name, ids.request_id), ids.identity)
 
     def _num_choices(self, body: CompletionBody | ChatBody) -> int:
-        """Of all prompts, or beams, before anything is made for each. Raises InvalidRequestError."""
+        """Returns the number of choices of all prompts, or beams, before anything is made for each. Raises
+        InvalidRequestError."""
         body.beams()  # raises for a search that is refused
         param = "n" if body.best_of is None or _n(body) < 1 else "best_of"
         return num_choices(body.num_candidates, body.num_prompts, self._service.config.max_choices, param)
@@ -351,7 +352,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._service.model_of(request).tokenizer
 
     async def _describe_prompt(self, job: _Job, generation: TextGeneration, answer: Answer) -> None:
-        """What the answer says of its prompt. Called with the first delta, which comes after log probabilities."""
+        """Adds the answer's words on its prompt. Called with the first delta, which comes after log probabilities."""
         request, logprobs = generation.generation.request, generation.generation.prompt_logprobs
         token_ids, tokenizer = request.prompt_token_ids, self._tokenizer_of(request)
         if job.echoes_logprobs and not answer.logprobs:

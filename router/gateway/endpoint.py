@@ -1,4 +1,4 @@
-"""What all endpoints share that take JSON: the body is read within its bounds, and every failure is answered."""
+"""The base of all endpoints that take JSON: the body is read within its bounds, and every failure is answered."""
 
 from __future__ import annotations
 

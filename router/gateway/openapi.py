@@ -261,7 +261,7 @@ def _answered_generation(
 
 
 def _typed_generation(body: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
-    """Of an API whose events have types."""
+    """Describes a generation of an API whose events have types."""
     operation = _generation("The answer; events if `stream` is true.", [body])
     operation["parameters"] = header_parameters(resumes=False)
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
@@ -270,7 +270,7 @@ def _typed_generation(body: type[msgspec.Struct], answer: type[msgspec.Struct]) 
 
 
 def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
-    """Of each event; OpenAPI 3.1 has no word for the stream as a whole."""
+    """Describes each event; OpenAPI 3.1 has no word for the stream as a whole."""
     chunk_as_json = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorBody)]}}
     return {
         "type": "object",

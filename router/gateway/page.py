@@ -75,6 +75,6 @@ def _docs_files() -> dict[str, StaticFile]:
 
 
 def static_routes(*, has_page: bool) -> list[Route]:
-    """Those of /docs and, with `has_page`, of the page."""
+    """Returns the routes of /docs and, with `has_page`, of the page."""
     files = _docs_files() | (_page_files() if has_page else {})
     return [Route(path, file.serve, methods=["GET"]) for path, file in files.items()]

@@ -1,4 +1,4 @@
-"""What does not generate: models, health, load, metrics, version."""
+"""Endpoints that generate nothing: models, health, load, metrics, version."""
 
 from __future__ import annotations
 

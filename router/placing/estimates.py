@@ -1,4 +1,4 @@
-"""What the router learns of requests: how long answers are, and how long a handoff takes."""
+"""The router's estimates for requests, learned: how long answers are, and how long a handoff takes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class InvalidEventError(BatonError):
 
 
 class IndexSize(NamedTuple):
-    """What an index holds now."""
+    """The size of an index."""
 
     num_blocks: int  # distinct ones
     num_holdings: int  # (block, pod) pairs
@@ -107,7 +107,7 @@ class PrefixIndex:
 
     @property
     def size(self) -> IndexSize:
-        """What it holds now."""
+        """The size now."""
         return IndexSize(
             len(self._masks),
             self._num_holdings,
@@ -198,7 +198,7 @@ class PrefixIndex:
         return expectation
 
     def check_integrity(self) -> list[str]:
-        """What is wrong, one line each; empty: it is sound. Costs a pass over everything."""
+        """Returns the inconsistencies, one line each; empty: it is sound. Costs a pass over everything."""
         problems = []
         held: dict[bytes, int] = {}
         holders = [*self._holders.values(), *(holder for _, holder in self._dying)]

@@ -1,4 +1,4 @@
-"""What the prefix index holds, as metrics."""
+"""Metrics of the prefix index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a request goes: the decision for both of its legs, without any connection. The simulator decides with it, too.
+"""Plans both legs of a request, without any connection. The simulator plans with it, too.
 
 1. The prefix index says what every pod holds of the prompt.
 2. A decode pod is chosen to take the prompt over, and a prefill pod that fits it to compute the prompt.
@@ -39,7 +39,7 @@ _CLEARLY_ABOVE = 1.01  # times a target, which a pod meets exactly where it can
 
 
 class Query(NamedTuple):
-    """What a decision depends on, besides the pods."""
+    """The request's part of a decision, besides the pods."""
 
     num_prompt_tokens: int
     block_hashes: bytes
@@ -64,12 +64,12 @@ class Placement(NamedTuple):
 
     @property
     def judgement(self) -> Judgement:
-        """What the policy makes of the candidates. For explanations: it is computed again."""
+        """The policy's judgement of the candidates. For explanations: it is computed again."""
         return self.policy.judge(self.candidates)
 
     @property
     def facts(self) -> PodFacts:
-        """Of the chosen pod."""
+        """The facts of the chosen pod."""
         return self.candidates.pods.facts[self.chosen]
 
     @property
@@ -89,7 +89,7 @@ class Placement(NamedTuple):
 
     @property
     def num_requests(self) -> float:
-        """That the pod has already."""
+        """The number of requests that the pod has already."""
         return float(self.candidates.pods.num_requests[self.chosen])
 
 
@@ -158,8 +158,8 @@ class Planner:
         return self._sooner(remote, self._local(query, decode, held, "lower_ttft"), query.remote_wait_s)
 
     def plan_handoff(self, query: Query, now: float, decode: str, failed: Collection[str]) -> Plan | None:
-        """For a request whose prefill pod failed: another one, which is not among `failed`, and the decode pod that the
-        request has, if it is ready; all of them addresses. None: there is no other prefill pod."""
+        """Plans for a request whose prefill pod failed: another one, which is not among `failed`, and the decode pod
+        that the request has, if it is ready; all of them addresses. None: there is no other prefill pod."""
         pods = self._decode_table.columns()
         same = _among(pods, (decode,))
         prefill = self._prefill_table.columns()
@@ -222,12 +222,12 @@ class Planner:
 
 
 def _among(pods: PodColumns, addresses: Collection[str]) -> NDArray[np.bool_]:
-    """For each pod whether it has one of the addresses."""
+    """Marks the pods that have one of the addresses."""
     return np.array([facts.address in addresses for facts in pods.facts], dtype=np.bool_)
 
 
 def _with_partner(decode: PodColumns, prefill: PodColumns) -> NDArray[np.bool_]:
-    """For each decode pod whether a prefill pod has its connector; a pod without one has no partner."""
+    """Marks the decode pods whose connector a prefill pod has; a pod without one has no partner."""
     offered = set(prefill.connectors.tolist()) - {0}
     if len(offered) == 1:  # as always but in a change from one to another
         same: NDArray[np.bool_] = decode.connectors == offered.pop()

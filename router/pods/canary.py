@@ -52,7 +52,7 @@ class CanaryLoop:
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """When the next one is due may have changed."""
+        """Looks again at when the next canary is due."""
         self._news.set()
 
     async def run(self) -> NoReturn:

@@ -29,7 +29,7 @@ class Share(NamedTuple):
 
 
 class PodLoad:
-    """Of one pod, across its connections. Writes to the pod's row while it has one."""
+    """The load of one pod, across its connections. Writes to the pod's row while it has one."""
 
     def __init__(self, step_times: StepTimes | None = None) -> None:
         """`step_times`: of all pods of the role and model, which learn from this one too; None: not known yet."""
@@ -115,7 +115,7 @@ class PodLoad:
             self.step_times.observe(seconds / self._slowness.value, tokens, context)
 
     def _context_tokens(self, num_requests: float) -> float:
-        """Of so many requests, of which those of others are taken to be like ours."""
+        """Returns the context of so many requests, of which those of others are taken to be like ours."""
         return self.context * num_requests / self.num_requests if self.num_requests else 0.0
 
     def _queued_tokens(self) -> float:

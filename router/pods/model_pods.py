@@ -15,8 +15,8 @@ from router.pods.pod import Pod, PodState
 
 
 class ModelFacts(NamedTuple):
-    """What all pods must agree on: the model, its tokens, the hashes of their blocks. The pods of each handoff compare
-    how their KV lies."""
+    """The facts on which all pods must agree: the model, its tokens, the hashes of their blocks. The pods of each
+    handoff compare how their KV lies."""
 
     fingerprint: bytes
     block_size: int  # tokens
@@ -24,7 +24,7 @@ class ModelFacts(NamedTuple):
 
     @classmethod
     def of(cls, info: pods_pb2.PodInfo) -> ModelFacts:
-        """Those of one pod."""
+        """Returns the facts of one pod."""
         return cls(info.fingerprint, info.block_size, info.vocab_size)
 
     def mismatch(self, other: ModelFacts) -> str:

@@ -80,7 +80,7 @@ class PodOwner(Protocol):
 
 
 class Pod:
-    """What is known of one pod, and its connection while there is one."""
+    """A pod as the router knows it, and its connection while there is one."""
 
     def __init__(
         self,
@@ -129,11 +129,11 @@ class Pod:
 
     @property
     def engines(self) -> list[PodEngine]:
-        """Those that it has, each a target for requests; of the last connection, if there is none."""
+        """The pod's engines, each a target for requests; those of the last connection, if there is none."""
         return self.known_engines if self.info is None else self.known_engines[: _num_engines(self.info)]
 
     def use_step_times(self, step_times: StepTimes) -> None:
-        """Those of all pods of its role and model."""
+        """Takes the step times of all pods of its role and model."""
         for engine in self.known_engines:
             engine.load.step_times = step_times
 
@@ -182,7 +182,7 @@ class Pod:
         return join_reports(by_engine)
 
     def facts(self, engine: PodEngine) -> PodFacts:
-        """What policies see of one of its engines that does not change. Only for a ready pod."""
+        """Returns the facts of one of its engines that do not change, for policies. Only for a ready pod."""
         assert self.info is not None
         assert engine.slot is not None
         return PodFacts(

@@ -16,7 +16,7 @@ _NO_SUMS = frozenset({"last_step_s", "last_step_tokens", "draining", "kv_events"
 
 
 class PodEngine:
-    """What is known of an engine, across the pod's connections."""
+    """An engine as the router knows it, across the pod's connections."""
 
     def __init__(self, index: PrefixIndex, data_parallel_rank: int) -> None:
         self.data_parallel_rank = data_parallel_rank

@@ -1,4 +1,4 @@
-"""What pods report of themselves, as metrics of the router: one scrape of it shows the whole cluster.
+"""The figures that pods report of themselves, as metrics of the router: one scrape of it shows the whole cluster.
 
 The names begin with `baton_router_pod_`, unlike those that pods export themselves, so a Prometheus that scrapes both
 counts nothing twice. The series are those of the pods that are connected: a pod that goes takes its own along.

@@ -20,7 +20,7 @@ _RECHECK_S = 1.0  # of a stalled pod that must not be ejected
 
 
 class Engine(Protocol):
-    """What is known of the pod's engine."""
+    """The pod's engine, as far as it is known."""
 
     @property
     def is_stepping(self) -> bool:
@@ -28,11 +28,11 @@ class Engine(Protocol):
 
     @property
     def longest_step_s(self) -> float | None:
-        """Of the steps that its load explains; None: not enough steps were seen to tell."""
+        """Seconds of the longest of the steps that its load explains; None: not enough steps were seen to tell."""
 
 
 class StallWatch:
-    """Of one pod over one connection."""
+    """Watches the steps of one pod over one connection."""
 
     def __init__(self, engine: Engine, health: PodHealth) -> None:
         self._engine = engine

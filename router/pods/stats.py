@@ -1,4 +1,4 @@
-"""What a pod says of itself for as long as it is connected: its load, and what its prefix cache holds."""
+"""The reports of a pod for as long as it is connected: its load, and the content of its prefix cache."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Cause(Protocol):
 
     @property
     def tenant_name(self) -> str:
-        """Whose it is; all requests without an API key are of one tenant."""
+        """The tenant's name; all requests without an API key are of one tenant."""
 
     def identity(self) -> bytes:
         """The same for repeats of a request, whatever their ids and seeds. May take a millisecond."""

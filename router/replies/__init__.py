@@ -1,1 +1,1 @@
-"""What the text of an answer consists of: reasoning, text and tool calls."""
+"""The parts of an answer's text: reasoning, text and tool calls."""

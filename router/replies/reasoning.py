@@ -21,7 +21,7 @@ _MAX_SPACES = 64  # before the opening tag
 
 
 class Place(enum.Enum):
-    """Where the text so far ends."""
+    """The place at which the text so far ends."""
 
     START = enum.auto()  # the opening tag may come
     WITHIN = enum.auto()
@@ -42,11 +42,11 @@ class ReasoningStyle(NamedTuple):
         return harmony.MARKERS if self.is_harmony else (self.opening, self.closing)
 
     def splitter(self, prompt_end: str) -> Splitter:
-        """Of one answer; `prompt_end`: text with which its prompt ends."""
+        """Returns the splitter of one answer; `prompt_end`: text with which its prompt ends."""
         return harmony.HarmonySplitter(prompt_end) if self.is_harmony else ReasoningSplitter(self, prompt_end)
 
     def place_after(self, prompt_end: str) -> Place:
-        """Where an answer begins; `prompt_end`: text with which its prompt ends."""
+        """Returns the place at which an answer begins; `prompt_end`: text with which its prompt ends."""
         end = prompt_end.rstrip(SPACES)
         if end.endswith(self.opening):
             return Place.WITHIN

@@ -1,4 +1,4 @@
-"""What an answer to a chat consists of: reasoning, text, tool calls."""
+"""The parts of an answer to a chat: reasoning, text, tool calls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Part = Text | Reasoning | Call
 
 
 class ReplyOptions(NamedTuple):
-    """What a request says of how its answers are parsed."""
+    """The request's options for parsing its answers."""
 
     tools: Tools = MappingProxyType({})  # those that may be called
     must_call: bool = False  # the answer is a JSON array of calls
@@ -146,7 +146,8 @@ class ReplyParsing:
     def parser_for(
         self, request: GenerationRequest, options: ReplyOptions, *, always: bool = False
     ) -> ReplyParser | None:
-        """For one answer to this request; None, unless there must `always` be one: its text is all content."""
+        """Returns the parser of one answer to this request; None, unless there must `always` be one: its text is all
+        content."""
         family = self._tool_parser or ToolParser
         finder = JsonArrayParser if options.must_call else self._tool_parser
         tools = finder(options.tools) if options.tools and finder is not None else None

@@ -1,4 +1,4 @@
-"""What tells reasoning from the answer proper, as an answer's text comes. Where the text is cut makes no difference."""
+"""Tells reasoning from the answer proper, as an answer's text comes. Where the text is cut makes no difference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 class Split(NamedTuple):
-    """What a piece of an answer adds, in this order."""
+    """The gain of a piece of an answer, in this order."""
 
     reasoning: str
     rest: str
@@ -46,7 +46,7 @@ class UnsettledTokens:
             self._runs.append((offset, num_before + 1))
 
     def settle(self, end: int) -> Iterator[tuple[int, int]]:
-        """What is before `end` is certain. Gives the offsets there, and how many tokens begin at each."""
+        """Settles all before `end`. Gives the offsets there, and how many tokens begin at each."""
         while self._runs and self._runs[0][0] < end:
             yield self._runs.popleft()
 

@@ -1,1 +1,1 @@
-"""What clients ask for: in one form for all fronts, validated, tokenised."""
+"""Requests of clients: in one form for all fronts, validated, tokenised."""

@@ -318,7 +318,7 @@ def _salt(draft: Draft) -> str:
 
 
 def _check_draft(draft: Draft) -> None:
-    """What neither depends on the model nor is part of SamplingParams."""
+    """Checks the fields that neither depend on the model nor are part of SamplingParams."""
     check_request_id(draft.request_id, "request_id")
     if len(draft.stops) > MAX_STOPS:
         raise _invalid(f"stop must have at most {MAX_STOPS} texts, got {len(draft.stops)}", "stop")

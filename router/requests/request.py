@@ -1,4 +1,4 @@
-"""What a front (HTTP, gRPC) asks for, and the valid, tokenised request that comes of it."""
+"""The request of a front (HTTP, gRPC), and the valid, tokenised request that comes of it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SpeculationCounts(NamedTuple):
 
     @staticmethod
     def sum(counts: Iterable[SpeculationCounts]) -> SpeculationCounts:
-        """Those of several answers together."""
+        """Returns the counts of several answers together."""
         return reduce(lambda total, each: total.plus(*each), counts, NO_DRAFTS)
 
 
@@ -107,7 +107,7 @@ NO_DRAFTS = SpeculationCounts()
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Where an answer goes on of which a client has had a part."""
+    """The place at which an answer goes on of which a client has had a part."""
 
     num_delivered: int  # leading output tokens that the client has; their text is not sent again
     checksum: int  # CRC-32 of these tokens, as array("I") holds them
@@ -144,7 +144,7 @@ class GenerationRequest:
 
     @property
     def tenant_name(self) -> str:
-        """Whose request it is; empty: of all who need no API key."""
+        """The tenant's name; empty: it needs no API key."""
         return self.terms.tenant.name
 
     @property

@@ -1,4 +1,4 @@
-"""What holds for a request beside its body: who asks, and how soon they need the answer.
+"""The terms of a request beside its body: who asks, and how soon they need the answer.
 
 HTTP clients say it in headers, gRPC clients in metadata of the same names.
 """
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Of one request. Absent limits are None; times are seconds."""
+    """The terms of one request. Absent limits are None; times are seconds."""
 
     tenant: Tenant = field(default_factory=Tenant)
     session: str = ""  # whose requests should go to the same pod; empty: no session

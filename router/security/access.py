@@ -88,7 +88,7 @@ class AccessControl:
         return key is not None and key.is_operator
 
     def account(self, tenant: Tenant) -> Account:
-        """Of a tenant that was authenticated; the key may have been taken away since then."""
+        """Returns the account of a tenant that was authenticated; the key may have been taken away since then."""
         return self._accounts.get(tenant.name) or self._open_account
 
 

@@ -70,7 +70,7 @@ class BodyPace:
 
 
 def client_of(host: str) -> str:
-    """What stands for a client: its IPv4 address, or the network of its IPv6 address."""
+    """Returns an id for a client: its IPv4 address, or the network of its IPv6 address."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host)

@@ -26,7 +26,7 @@ _tenant: ContextVar[Tenant] = ContextVar("tenant")  # no default: a call without
 
 
 def tenant_of_call() -> Tenant:
-    """Whose call the current task serves."""
+    """Returns the tenant of the call that the current task serves."""
     return _tenant.get()
 
 

@@ -257,7 +257,7 @@ def _serving(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any, Any], A
 
 
 def _input_of(method: str) -> Descriptor | None:
-    """What a method takes; None: it is not known."""
+    """Returns the type of a method's request; None: it is not known."""
     service, _, name = method.strip("/").partition("/")
     try:
         return descriptor_pool.Default().FindServiceByName(service).FindMethodByName(name).input_type
@@ -266,6 +266,6 @@ def _input_of(method: str) -> Descriptor | None:
 
 
 def client_of_peer(peer: str) -> str:
-    """What stands for a client, see `client_of`, by gRPC's name of its end of the connection: ipv4:10.0.0.7:5123."""
+    """Returns an id for a client, see `client_of`, by gRPC's name of its end of the connection: ipv4:10.0.0.7:5123."""
     family, _, address = unquote(peer).partition(":")
     return client_of(address.rpartition(":")[0].strip("[]")) if family in ("ipv4", "ipv6") else peer

@@ -1,4 +1,4 @@
-"""Where API keys come from: a file, the environment, or both."""
+"""Sources of API keys: a file, the environment, or both."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _DEFAULT_MIN_PRIORITY = 0  # a tenant that could go before all others by saying 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use. None: no limit of its own."""
+    """A tenant's quota. None: no limit of its own."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None  # of prompts and outputs

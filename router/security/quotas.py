@@ -1,4 +1,4 @@
-"""What each tenant uses of its quota."""
+"""Each tenant's use of its quota."""
 
 from __future__ import annotations
 

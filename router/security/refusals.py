@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Those of one HTTP server."""
+    """Counts and logs the refusals of one HTTP server."""
 
     def __init__(
         self, metrics: SecurityMetrics, line: Callable[[logging.Logger, int], RepeatedLine] = RepeatedLine

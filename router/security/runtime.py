@@ -48,7 +48,7 @@ class Security:
 
     @property
     def open_paths(self) -> frozenset[str]:
-        """Of HTTP, which need no key."""
+        """HTTP paths that need no key."""
         return OPEN_PATHS if self._config.metrics_need_key else OPEN_PATHS | {"/metrics"}
 
     def check(self, *, force: bool = False) -> None:

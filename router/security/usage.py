@@ -1,4 +1,4 @@
-"""Where it is counted what tenants use of their quotas: in this process, or in memory that several workers share.
+"""Counts tenants' use of their quotas: in this process, or in memory that several workers share.
 
 Shared, each worker has a region that it alone writes and all read, so nothing is locked: a worker that is stopped or
 killed at any moment holds up no other. A region is the number of its rows and a row for each name that the worker has
@@ -32,7 +32,7 @@ _REGION_BYTES = _CELL_BYTES + _MAX_ROWS * _ROW_BYTES
 
 
 class Share(NamedTuple):
-    """What one worker has counted of a tenant's use."""
+    """One worker's count of a tenant's use."""
 
     running: Cells  # one
     requests: Cells
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
 
 class UsageRow:
-    """What one tenant uses."""
+    """One tenant's use."""
 
     def __init__(self, own: Share, read_all: Callable[[], Sequence[Share]]) -> None:
         """`own` is this worker's; `read_all` gives those of all workers."""
@@ -73,7 +73,7 @@ class Usage(Protocol):
 
 
 class LocalUsage:
-    """Of a router that is alone in counting."""
+    """The usage of a router that is alone in counting."""
 
     def row(self, name: str) -> UsageRow:
         """A fresh one."""
@@ -109,7 +109,7 @@ class SharedUsage:
 
 
 class _Region:
-    """What one worker has counted."""
+    """The counts of one worker."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory

@@ -1,4 +1,4 @@
-"""What operators do to pods: drain one, take it back, reset all prefix caches."""
+"""Operators' actions on pods: drain one, take it back, reset all prefix caches."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ClusterRank(AnswerStruct):
 
 
 class ClusterLoad(AnswerStruct):
-    """What a pod reported last. Tokens, bytes, preemptions, queries, hits and drafts count from the pod's start.
+    """A pod's latest report. Tokens, bytes, preemptions, queries, hits and drafts count from the pod's start.
     `num_draft_verifications`: steps of one request each, which gave a token more than drafts were accepted."""
 
     num_running: int
@@ -116,7 +116,7 @@ class ClusterView(AnswerStruct):
 def view_of_cluster(
     models: Iterable[ServedModel], pods: Iterable[Pod], timelines: TimelineBook, num_under_way: int
 ) -> ClusterView:
-    """What this process sees, and what it does itself."""
+    """Returns this process's view of the cluster, and of its own work."""
     now = time.monotonic()
     return ClusterView(
         object="cluster",
@@ -131,7 +131,7 @@ def view_of_cluster(
 
 
 def with_others(own: ClusterView, others: Sequence[ClusterView]) -> ClusterView:
-    """What each worker does itself is added up; the pods are as this one sees them."""
+    """Adds up the workers' own work; the pods are as this one sees them."""
     if not others:
         return own
     views = [own, *others]

@@ -1,4 +1,4 @@
-"""Where the model's files are that the router reads."""
+"""Finds the files of a model that the router reads."""
 
 from __future__ import annotations
 

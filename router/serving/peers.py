@@ -1,4 +1,4 @@
-"""What a router asks of the other workers of its port: each knows its own requests only.
+"""Questions of a router to the other workers of its port: each knows its own requests only.
 
 One of several workers is asked by whichever client connects to it, so an answer about the router as a whole needs all
 of them. A worker that does not answer in time is left out, as one that has just died would be.
@@ -26,7 +26,7 @@ class Peers(Protocol):
         """Generations of the others."""
 
     async def clusters(self) -> Sequence[ClusterView]:
-        """What each of the others sees."""
+        """Returns the others' views of the cluster."""
 
     async def requests(self, tenant_name: str | None, limit: int, *, shows_pods: bool) -> Sequence[RequestSummary]:
         """The newest requests of each of the others, at most `limit` of each, in no order. `tenant_name` as of
@@ -39,11 +39,12 @@ class Peers(Protocol):
         """Ends a request that runs at another. False: there is none."""
 
     async def take_over(self, key: StreamKey, identity: bytes) -> KeptStream | None:
-        """What another knows of a stream, which it forgets, and ends if it still runs. None: nothing is known."""
+        """Returns another worker's knowledge of a stream, which it forgets, and ends if it still runs. None: nothing is
+        known."""
 
 
 class NoPeers:
-    """Of a router that is alone in its process group."""
+    """The peers of a router that is alone in its process group."""
 
     async def metrics(self, own: CollectorRegistry) -> bytes:
         """Its own."""

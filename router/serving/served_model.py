@@ -20,7 +20,7 @@ from router.requests.request import Draft, GenerationRequest
 
 
 class ModelSource(NamedTuple):
-    """What the router has read of a model."""
+    """The parts of a model that the router has read."""
 
     names: tuple[str, ...]  # the first is in answers, the others are aliases
     location: str  # directory or hub id; empty: the demo model
@@ -30,7 +30,7 @@ class ModelSource(NamedTuple):
 
 
 class ServedModel:
-    """What requests for one model go through. Close it."""
+    """The path of requests for one model. Close it."""
 
     def __init__(
         self,

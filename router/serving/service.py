@@ -1,4 +1,4 @@
-"""What the fronts call: admission, running generations by id, shutting down."""
+"""The service behind the fronts: admission, running generations by id, shutting down."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class InferenceService:
 
     @property
     def _max_model_len(self) -> int:
-        """Of all models."""
+        """The longest context of all models."""
         return max((model.max_model_len for model in self.models), default=0)
 
     def model_of(self, request: GenerationRequest) -> ServedModel:
@@ -185,7 +185,7 @@ class InferenceService:
             metrics.prompt_length.observe(len(request.prompt_token_ids))
 
     def plan(self, request: GenerationRequest) -> Plan:
-        """Where the request would go now. Changes and counts nothing; raises as `run` does."""
+        """Plans the request's route as of now. Changes and counts nothing; raises the errors of `run`."""
         return self.model_of(request).dispatcher.plan(request)
 
     @asynccontextmanager

@@ -1,1 +1,1 @@
-"""What became of recent requests, and where their time went."""
+"""The course of recent requests, and where their time went."""

@@ -50,7 +50,7 @@ class Leg(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Of a leg."""
+    """The failure of a leg."""
 
     at: float  # by the monotonic clock
     reason: str  # label
@@ -163,7 +163,7 @@ def _reason(failure: Failure | None) -> str:
 
 
 class Timeline:
-    """Of one generation. `end` is the last call."""
+    """The timeline of one generation. `end` is the last call."""
 
     __slots__ = (
         "_asked_at",
@@ -227,13 +227,13 @@ class Timeline:
 
     @property
     def ended_at(self) -> float:
-        """When it ended, by the monotonic clock; 0: it has not."""
+        """The time of its end, by the monotonic clock; 0: it goes on."""
         return self._ended_at
 
     @property
     def text_ended_at(self) -> float:
-        """When the last text was made of its tokens, by the monotonic clock, or when it ended. Only of requests that
-        are traced, which have ended."""
+        """The time at which the last text was made of its tokens, by the monotonic clock, or its end. Only of requests
+        that are traced, which have ended."""
         return max(self._ended_at, self._detokenized[1] if self._detokenized else 0.0)
 
     @property
@@ -393,7 +393,7 @@ class Timeline:
             yield from attempt.legs(self._failure("prefill_failed", attempt), self._failure("redispatch", attempt))
 
     def _failure(self, event_name: str, attempt: Attempt) -> Failure | None:
-        """What an event of this name says of the attempt during which it happened."""
+        """Returns the failure that an event of this name tells of the attempt during which it happened."""
         for event in self.events:
             at = self.arrived_at + event.at_s
             if event.name == event_name and attempt.sent_at <= at <= attempt.ended_at:

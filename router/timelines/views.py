@@ -1,4 +1,4 @@
-"""What operators and clients see of timelines; workers of a router tell each other the same."""
+"""Timelines as operators and clients see them; workers of a router tell each other the same."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def summaries_of(book: TimelineBook, tenant_name: str | None, limit: int, *, sho
 def timeline_of(
     book: TimelineBook, request_id: str, tenant_name: str | None, *, shows_pods: bool
 ) -> RequestTimeline | None:
-    """That of a request of this process. None: none is kept."""
+    """Returns the timeline of a request of this process. None: none is kept."""
     timeline = book.find(request_id, tenant_name)
     return None if timeline is None else _whole(timeline, shows_pods=shows_pods)
 

@@ -23,7 +23,7 @@ from router.tracing.spans import spans_of
 
 
 class RequestTracing:
-    """Of one router. Without an exporter it does nothing."""
+    """Traces the requests of one router. Without an exporter it does nothing."""
 
     def __init__(self, config: RouterTracingConfig, instance: str, counter: Counter) -> None:
         """`instance`: name of this router in spans. Raises ConfigError if an exporter cannot be had."""

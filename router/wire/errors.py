@@ -26,7 +26,7 @@ _UNAVAILABLE_RETRY_AFTER_S = 1.0
 
 
 class ErrorObject(msgspec.Struct):
-    """What went wrong."""
+    """An error in OpenAI's form."""
 
     message: str
     type: str
@@ -57,7 +57,7 @@ def _openai_body(code: ErrorCode, message: str, param: str | None, label: str) -
 
 
 def openai_error_events(error: BatonError) -> bytes:
-    """What ends a stream of OpenAI's with this error."""
+    """Returns the end of an OpenAI stream with this error."""
     return b"data: " + error_json(error) + b"\n\n" + OPENAI_DONE
 
 
@@ -85,7 +85,7 @@ def _anthropic_body(code: ErrorCode, message: str, param: str | None, label: str
 
 
 def anthropic_error_events(error: BatonError) -> bytes:
-    """What ends a stream of Anthropic's with this error."""
+    """Returns the end of an Anthropic stream with this error."""
     return b"event: error\ndata: " + anthropic_error_json(error) + b"\n\n"
 
 

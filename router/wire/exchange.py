@@ -65,14 +65,14 @@ class Exchange:
             self._access.request_id = request_id
 
     def note_generation(self, timeline: Timeline) -> None:
-        """For the access log, and the header of the answer that tells its times."""
+        """Notes the timeline for the access log, and for the header of the answer that tells its times."""
         if self._access is not None:
             self._access.timeline = timeline
         self.add_late_header(TIMING_HEADER, lambda: timeline.server_timing(time.monotonic()))
 
     @property
     def tenant(self) -> Tenant:
-        """Whose request it is. Only below the guard."""
+        """The tenant of the request. Only below the guard."""
         tenant = self._scope[TENANT]
         assert isinstance(tenant, Tenant)
         return tenant
@@ -91,7 +91,7 @@ class Exchange:
         self._added.append((name.encode(), value.encode()))
 
     def add_late_header(self, name: str, value: Callable[[], str]) -> None:
-        """As `add_header`, with a value that is read when the response begins."""
+        """Adds a header whose value is read when the response begins."""
         self._late.append((name.encode(), value))
 
     def settle_request_id(self, prefix: str = "") -> None:
@@ -205,7 +205,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def send_error(self, error: BatonError) -> None:
-        """As status and body while nothing was sent, else as the stream's last event."""
+        """Sends an error: as status and body while nothing was sent, else as the stream's last event."""
         if self._access is not None:
             self._access.error = error.code.label
         if self._streaming:

@@ -57,7 +57,7 @@ class Link:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """What is sent from now on waits for the other side to read."""
+        """Opens the link: messages wait from now on for the other side to read."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
 
     async def run(self) -> None:

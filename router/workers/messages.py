@@ -1,4 +1,4 @@
-"""What parent and workers ask each other, by name, and how long the asker waits."""
+"""Questions between parent and workers, by name, and how long the asker waits."""
 
 from __future__ import annotations
 

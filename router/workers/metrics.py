@@ -102,7 +102,7 @@ def _joined(first: Family, second: Family) -> Family:
 
 
 class _Families:
-    """What `generate_latest` reads of a registry."""
+    """A collector for `generate_latest`."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = families

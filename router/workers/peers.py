@@ -118,7 +118,7 @@ class LinkedPeers:
 
 
 class PeerAnswers:
-    """What one worker answers: what it knows itself."""
+    """Answers the other workers' questions with this one's knowledge."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""What one worker has of the limits of its router."""
+"""One worker's shares in the limits of its router."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class Supervisor:
         raise InvalidRequestError(f"the parent knows no question {name}")
 
     async def _all_metrics(self) -> bytes:
-        """Of a worker that does not answer in time, what it said last."""
+        """Returns the metrics of all workers; for one that does not answer in time, those of its last answer."""
         await asyncio.gather(*(self._read_metrics(serial, worker) for serial, worker in self._serving.items()))
         return self._exposition.text(self._registry)
 

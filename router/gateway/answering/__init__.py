@@ -1,1 +1,1 @@
-"""What answers of several fronts have in common: choices, beams, formats, streams that clients resume."""
+"""Shared parts of the fronts' answers: choices, beams, formats, streams that clients resume."""

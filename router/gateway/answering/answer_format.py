@@ -1,4 +1,4 @@
-"""What every API's format of answers is, and what an answer adds up to."""
+"""The base of every API's format of answers, and the sum of an answer's parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.requests.request import SpeculationCounts
 
 
 class Answer:
-    """What one choice adds up to."""
+    """The sum of one choice's parts."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -85,7 +85,7 @@ class AnswerFormat(ABC):
         finish_label: str | None,
         usage: dict[str, Any] | None,
     ) -> bytes:
-        """As `chunk`, for a parsed answer: `parts` are what it gains."""
+        """Returns a `chunk` for a parsed answer, which gains `parts`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -108,7 +108,7 @@ class AnswerFormat(ABC):
         self._add_tokens(answer, delta, echo)
 
     def add_parts(self, answer: Answer, delta: TextDelta, parts: Sequence[Part], finish_label: str | None) -> None:
-        """As `add`, for a parsed answer: `parts` are what it gains."""
+        """Does the same as `add` for a parsed answer, which gains `parts`."""
         answer.parts += parts
         answer.text += [part.text for part in parts if isinstance(part, Text)]
         answer.finish_label = finish_label

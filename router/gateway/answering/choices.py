@@ -38,7 +38,7 @@ def candidates_of(request: GenerationRequest, num: int, n: int) -> list[Generati
 
 
 def log_probability(delta: TextDelta) -> float:
-    """Of the tokens of a delta together, as the model computed them."""
+    """Returns the log probability of a delta's tokens together, as the model computed them."""
     return math.fsum(each.sampled for each in delta.logprobs)
 
 

@@ -41,12 +41,12 @@ class EncodedList:
         return Raw(b"[%b]" % b"".join(self.parts()))
 
     def parts(self) -> list[bytes]:
-        """What joined is all of it without the brackets."""
+        """Returns the list's parts, without the brackets."""
         return [*self._parts, bytes(self._last)]
 
 
 def encode_parts(value: object) -> list[bytes]:
-    """What joined is `value` as JSON. It may have EncodedLists anywhere, which are not copied into one."""
+    """Returns the parts of `value` as JSON. It may have EncodedLists anywhere, which are not copied into one."""
     lists: list[EncodedList] = []
 
     def mark(found: object) -> Raw:

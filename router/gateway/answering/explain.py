@@ -1,4 +1,4 @@
-"""Where a request would go, and why: POST /v1/route/explain with the body of a completion or a chat."""
+"""Explains a request's route: POST /v1/route/explain with the body of a completion or a chat."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _route(request: GenerationRequest, plan: Plan) -> dict[str, Any]:
 
 
 def _leg(placement: Placement, *, taken: bool) -> dict[str, Any]:
-    """What was decided for one leg. `taken`: the request would go there; else it was weighed against that."""
+    """Describes the decision for one leg. `taken`: the request would go there; else it was weighed against that."""
     candidates, judgement = placement.candidates, placement.judgement
     pods = candidates.pods
     names = placement.policy.scorer_names

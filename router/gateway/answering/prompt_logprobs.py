@@ -21,7 +21,7 @@ _AT_ONCE = 64  # tokens; those of 20 alternatives each take some 10 ms
 async def echoed(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs], tenant: Tenant
 ) -> dict[str, EncodedList]:
-    """As OpenAI has them beside an echo: values of four parallel lists."""
+    """Returns OpenAI's form of an echo's log probabilities: values of four parallel lists."""
     text_of = tokenizer.token_text
     processor = OutputProcessor(tokenizer)
     values: dict[str, EncodedList] = {}
@@ -50,7 +50,7 @@ async def echoed(
 async def by_token_id(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs], tenant: Tenant
 ) -> EncodedList:
-    """As vLLM has them: a list of mappings from token id to log probability, rank and text."""
+    """Returns vLLM's form: a list of mappings from token id to log probability, rank and text."""
     values = EncodedList([None])
     for part in _slices(token_ids):
         await others_turn(tenant)

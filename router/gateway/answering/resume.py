@@ -45,7 +45,7 @@ _POSITION = re.compile(r"(?P<num_tokens>[0-9a-f]{1,8})_(?P<checksum>[0-9a-f]{1,8
 
 
 class Position(NamedTuple):
-    """What the client has of one choice."""
+    """The part of one choice that the client has."""
 
     num_tokens: int = 0
     checksum: int = 0  # CRC-32 of these tokens
@@ -59,7 +59,7 @@ _NOTHING = str(Position()).encode()
 
 
 class EventId(NamedTuple):
-    """What a client has of a stream."""
+    """The part of a stream that a client has."""
 
     digest: bytes
     seed: int
@@ -75,7 +75,7 @@ class ResumeOptions(NamedTuple):
 
 
 class Stream:
-    """What the ids of one stream say. Grows with what is delivered."""
+    """The content of a stream's ids. Grows with each delivery."""
 
     def __init__(self, digest: bytes, seed: int, request_id: str, positions: Sequence[Position]) -> None:
         self.identity = digest + seed.to_bytes(_NUM_SEED_BYTES, "big")
@@ -109,8 +109,8 @@ def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
 
 
 def digest_of(body: msgspec.Struct, tenant: Tenant, fingerprint: bytes) -> bytes:
-    """Of what is asked for, by whom, of which model (`fingerprint`). Equal bodies have equal digests, however they are
-    written as JSON."""
+    """Returns the digest of a request: its body, its tenant and its model (`fingerprint`). Equal bodies have equal
+    digests, however they are written as JSON."""
     return digest_of_bytes(type(body).__name__, msgspec.json.encode(body), tenant, fingerprint)
 
 
@@ -185,7 +185,8 @@ async def begin(
 
 
 def _resumed(choice: GenerationRequest, resumption: Resumption) -> GenerationRequest:
-    """What is said of the prompt comes with the first tokens, so a client that has these has it."""
+    """Returns the rest of a choice. Log probabilities of the prompt come with the first tokens, so a client that has
+    these has them."""
     sampling = choice.sampling
     if resumption.num_delivered:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)

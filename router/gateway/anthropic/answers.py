@@ -140,7 +140,7 @@ def _ending(finish_label: str | None, stop: str | int | None) -> dict[str, Any]:
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """As Anthropic counts: tokens from the cache are not among those of the input."""
+    """Counts tokens like Anthropic: those from the cache are not among those of the input."""
     num_cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - num_cached,

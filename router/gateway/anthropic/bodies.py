@@ -84,7 +84,7 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename={"schema_": "schema"}):
-    """What the answer must be."""
+    """The form that the answer must have."""
 
     type: Literal["json_schema"]
     schema_: Raw
@@ -290,7 +290,7 @@ def _choice_of(choice: AnthropicToolChoice) -> Raw:
 
 
 def _response_format(config: OutputConfig | None) -> Raw:
-    """As chats have it."""
+    """Returns the `response_format` of a chat."""
     if config is None or config.format is None:
         return Raw()
     return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": config.format.schema_}}))

@@ -1,1 +1,1 @@
-"""What bodies of requests have in common, whichever front they come through."""
+"""Shared parts of the bodies of requests, whichever front they come through."""

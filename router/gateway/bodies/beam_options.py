@@ -1,4 +1,4 @@
-"""What a request for a beam search may say."""
+"""The options of a request for a beam search."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def chat_prompt(
 
 
 def constraint_of_calls(tools: Sequence[Tool], choice: ToolChoice, *, is_single: bool, rival: str) -> Constraint:
-    """Of an answer that must call tools. `rival`: the field that constrains it as well, if one does. Raises
-    InvalidRequestError."""
+    """Returns the constraint of an answer that must call tools. `rival`: the field that constrains it as well, if one
+    does. Raises InvalidRequestError."""
     if rival:
         raise InvalidRequestError(f"give {rival} or force calls, not both", param="tool_choice")
     return forced_calls(tools, choice, is_single=is_single)

@@ -99,7 +99,7 @@ class request_errors:  # noqa: N801  used as a context manager
 
 
 def _malformed(error: Exception) -> str:
-    """What of the JSON is broken."""
+    """Describes the malformed place in JSON."""
     detail = json_problem(error).removeprefix("JSON is malformed: ")
     if detail == "Input data was truncated":
         return "it is cut off, or ends after half of a surrogate pair"
@@ -124,7 +124,7 @@ def _validation_error(message: str, field: str, struct: type[msgspec.Struct] | N
 
 
 def _hint(name: str, path: str, struct: type[msgspec.Struct] | None) -> str:
-    """What was probably meant by the field of that name; may be empty."""
+    """Returns a hint at the field that was probably meant by that name; may be empty."""
     known = {"": struct, **_NESTED}.get(path)
     if known is None or len(name) > _MAX_GUESSED_CHARS:
         return ""

@@ -1,4 +1,4 @@
-"""What clients of an API call the fields of the chat that their request becomes, for errors."""
+"""An API's names for the fields of the chat that its requests become, for errors."""
 
 from __future__ import annotations
 

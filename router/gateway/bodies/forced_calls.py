@@ -21,9 +21,9 @@ _ROOT = "#/$defs/"
 
 
 def forced_calls(tools: Sequence[Tool], choice: ToolChoice, *, is_single: bool) -> Constraint:
-    """Of an answer that calls tools as the choice says: exactly one if that names it or `is_single`, else at least
-    one. Raises InvalidRequestError if the schemas of the tools are more than a constraint may hold, or lead
-    outside."""
+    """Returns the constraint of an answer that calls tools by the choice: exactly one if that names it or `is_single`,
+    else at least one. Raises InvalidRequestError if the schemas of the tools are more than a constraint may hold, or
+    lead outside."""
     callable_tools = [tool for tool in tools if choice.name in ("", name_of(tool))]
     _check_size(callable_tools)
     for index, tool in enumerate(tools):

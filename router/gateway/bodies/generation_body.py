@@ -1,4 +1,4 @@
-"""What the bodies of completions and of chats have in common: OpenAI's fields, and those of vLLM and SGLang.
+"""Shared fields of the bodies of completions and of chats: OpenAI's, and those of vLLM and SGLang.
 
 A field that Baton cannot honour is refused by name rather than ignored, unless its value asks for nothing, see
 `router.gateway.bodies.fields`.
@@ -104,7 +104,7 @@ else:
 
 
 class GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of completion have."""
+    """The fields of both kinds of completion."""
 
     model: Annotated[ModelName | None, Meta(description="A served model's name; default: the only one's.")] = None
     n: Annotated[int | None, Meta(description="Answers to each prompt; default 1.")] = None
@@ -181,7 +181,7 @@ class GenerationBody(_BothFields, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def usage_reports(self) -> UsageReports:
-        """Where a stream has token counts."""
+        """The places in a stream that have token counts."""
         options = self.stream_options
         if options is None or not options.include_usage:
             return UsageReports.NONE

@@ -47,9 +47,9 @@ class Message(msgspec.Struct, kw_only=True):
         return len(content) + sum(map(len, others))
 
     def as_template_input(self, index: int) -> dict[str, Any]:
-        """What the chat template sees, see `common.tokenization.chat`, with calls as they were sent: they are decoded
-        where the chat is rendered. Raises InvalidRequestError for what is not text, and for calls that hold too much.
-        """
+        """Returns the message for the chat template, see `common.tokenization.chat`, with calls as they were sent: they
+        are decoded where the chat is rendered. Raises InvalidRequestError for content that is not text, and for calls
+        that hold too much."""
         where = f"messages[{index}]"
         message: dict[str, Any] = {"role": self.role, "content": self._content(f"{where}.content")}
         for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):

@@ -67,8 +67,8 @@ _structured_decoder = msgspec.json.Decoder(StructuredOutputs)
 
 
 def constraint_of_format(value: Raw) -> Constraint | None:
-    """Of `response_format` as it was sent, not null; None: any text. Raises InvalidRequestError, or msgspec's errors
-    for a field of the wrong type."""
+    """Returns the constraint of `response_format` as it was sent, not null; None: any text. Raises InvalidRequestError,
+    or msgspec's errors for a field of the wrong type."""
     _check_raw(value, FORMAT)
     wanted = _format_decoder.decode(value)
     match wanted.type:
@@ -85,8 +85,8 @@ def constraint_of_format(value: Raw) -> Constraint | None:
 
 
 def constraint_of_structured(value: Raw) -> Constraint | None:
-    """Of `structured_outputs` as it was sent, not null; None: nothing is asked for. Raises as
-    `constraint_of_format`."""
+    """Returns the constraint of `structured_outputs` as it was sent, not null; None: nothing is asked for. Raises the
+    errors of `constraint_of_format`."""
     _check_raw(value, STRUCTURED)
     wanted = _structured_decoder.decode(value)
     kinds = wanted.kinds

@@ -40,7 +40,7 @@ class _NamedChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolChoice(NamedTuple):
-    """What of its tools the model may or must call."""
+    """The calls that the model may or must make."""
 
     may_call: bool = True
     must_call: bool = False

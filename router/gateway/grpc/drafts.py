@@ -148,7 +148,7 @@ def check_length(items: Sized, limit: int, name: str) -> None:
 
 
 def _kv_failure_policy(number: int) -> str | None:
-    """What HTTP clients would write; a number from the future as it is, to be refused by name."""
+    """Returns the name that HTTP clients would write; a number from the future as it is, to be refused by name."""
     return _KV_FAILURE_POLICIES.get(number, str(number))
 
 

@@ -79,7 +79,7 @@ class _Job:
 
 
 class _Gained(NamedTuple):
-    """What a choice gains."""
+    """The gain of a choice."""
 
     text: str
     reasoning: str = ""
@@ -199,7 +199,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.ExplainResponse],
     ) -> inference_pb2.ExplainResponse:
-        """Where the request would go."""
+        """Answers with the route that the request would take."""
         async with self._errors(context, "Explain"):
             terms = self._terms(context)
             self._access.check_operator(terms.tenant)
@@ -323,7 +323,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return request
 
     def _terms(self, context: _AnyContext) -> Terms:
-        """As HTTP clients say them in headers of the same names."""
+        """Reads the terms from metadata, which has the names of HTTP's headers."""
         metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
         return read_terms(metadata.get, tenant_of_call(), self._service.tracing.begin(metadata.get))
 
@@ -441,7 +441,7 @@ def _set_stop_reason(message: inference_pb2.Choice | inference_pb2.GenerateChunk
 
 
 def _usage(job: _Job, index: int | None = None) -> inference_pb2.Usage:
-    """Of this choice, by default of all. The prompt counts once."""
+    """Returns the token counts of this choice, by default of all. The prompt counts once."""
     counted = slice(None) if index is None else slice(index, index + 1)
     generations = job.generations[counted]
     reasoning = [each.num_reasoning_tokens for each in job.parsers[counted] if each is not None]

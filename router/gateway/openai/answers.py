@@ -1,4 +1,4 @@
-"""What answers look like, for the API's description.
+"""The forms of answers, for the API's description.
 
 Answers are written by chunks.py and ../answering/explain.py, for speed by hand; tests hold them against these.
 """
@@ -16,13 +16,13 @@ ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class PromptTokensDetails(AnswerStruct):
-    """Where the prompt's KV came from."""
+    """The sources of the prompt's KV."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(AnswerStruct):
-    """What the answer's tokens are. `reasoning_tokens` is there where reasoning is told from the answer, the others
+    """The kinds of the answer's tokens. `reasoning_tokens` is there where reasoning is told from the answer, the others
     where pods verified drafts (docs/speculation.md); rejected ones are no part of the answer."""
 
     reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -120,7 +120,7 @@ class ChatLogprobs(AnswerStruct):
 
 
 class CalledFunction(AnswerStruct):
-    """What the model calls; `arguments` is a JSON object."""
+    """The function that the model calls; `arguments` is a JSON object."""
 
     name: str
     arguments: str
@@ -176,7 +176,7 @@ class ChatCompletion(AnswerStruct):
 
 
 class ChatDelta(AnswerStruct):
-    """What the model's turn gains; empty while it is not certain what the tokens so far mean."""
+    """The gain of the model's turn; empty while it is not certain what the tokens so far mean."""
 
     content: str | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
@@ -186,7 +186,7 @@ class ChatDelta(AnswerStruct):
 
 
 class ChatChunkChoice(AnswerStruct):
-    """What one answer gains."""
+    """The gain of one answer."""
 
     index: int
     delta: ChatDelta
@@ -232,7 +232,7 @@ class Leg(AnswerStruct):
 
 
 class Route(AnswerStruct):
-    """Where a request would go."""
+    """The route that a request would take."""
 
     object: Literal["route"]
     decode: str

@@ -159,7 +159,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
         return None
 
     def _template_variables(self) -> dict[str, Any]:
-        """What the template may know beside the messages; chat_template_kwargs win."""
+        """Returns the template's variables beside the messages; chat_template_kwargs win."""
         variables: dict[str, Any] = {}
         if (documents := decode_documents(self.documents)) is not None:
             variables["documents"] = documents
@@ -170,7 +170,7 @@ class ChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class _AnyBody(msgspec.Struct):
-    """What tells the two bodies apart."""
+    """The field that tells the two bodies apart."""
 
     messages: Raw = field(default_factory=Raw)
 

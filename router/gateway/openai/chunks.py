@@ -96,7 +96,7 @@ class ChoicesFormat(AnswerFormat):
         return encode_line({**dict(values), **self._no_logprobs})
 
     def _end_with(self, usage: dict[str, Any] | None) -> bytes:
-        """What ends a chunk that carries these token counts; None: none of its own."""
+        """Returns the end of a chunk that carries these token counts; None: none of its own."""
         return self._end if usage is None else b',"usage":' + encode_line(usage) + b"}\n\n"
 
     def _add_tokens(self, answer: Answer, delta: TextDelta, echo: str) -> None:
@@ -118,7 +118,7 @@ class ChoicesFormat(AnswerFormat):
         return self._body(choices, answers, usage)
 
     def _body(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> list[bytes]:
-        """What is said of a prompt is part of each choice."""
+        """Returns an answer, in which each choice has the fields of its prompt."""
         for choice, answer in zip(choices, answers, strict=True):
             choice.update(answer.prompt_fields)
         return encode_parts({**self._identity, "choices": choices, "usage": usage})

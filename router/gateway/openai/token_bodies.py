@@ -25,13 +25,13 @@ from router.requests.request import ChatPrompt, TextPrompt
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all of them have."""
+    """The fields of all these bodies."""
 
     model: Annotated[ModelName | None, Meta(description="A served model's name; default: the only one's.")] = None
 
 
 class _TokenizeBody(_Body, kw_only=True, forbid_unknown_fields=True):
-    """What texts and chats have."""
+    """The fields of texts and chats."""
 
     return_token_strs: Annotated[
         bool | None, Meta(description="Answer with the tokens as the vocabulary spells them, too.")
@@ -47,7 +47,7 @@ class TokenizeTextBody(_TokenizeBody, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
     def as_prompt(self) -> TextPrompt:
-        """What is to be tokenised."""
+        """Returns the prompt to tokenise."""
         return TextPrompt(self.prompt, add_special_tokens=self.add_special_tokens is not False)
 
 
@@ -79,7 +79,7 @@ class TokenizeChatBody(_ChatFields, kw_only=True, forbid_unknown_fields=True):
     documents: Documents = field(default_factory=Raw)
 
     def as_prompt(self) -> ChatPrompt:
-        """What is to be tokenised. Raises InvalidRequestError."""
+        """Returns the prompt to tokenise. Raises InvalidRequestError."""
         _REFUSED_FIELDS.check(self)
         check_continuation(self)
         documents = decode_documents(self.documents)

@@ -1,1 +1,1 @@
-"""What operators ask for, and clients about their own requests."""
+"""Endpoints for operators, and for clients about their own requests."""

@@ -16,8 +16,8 @@ _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 class ClusterEndpoint:
-    """For operators where there are keys, as it names pods and shows what all tenants do. The guard above has checked
-    the key."""
+    """Shows the cluster. Where there are keys, it is for operators, as it names pods and shows the load of all tenants.
+    The guard above has checked the key."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service

@@ -33,15 +33,15 @@ class RequestList(AnswerStruct):
 
 
 class _Seen(NamedTuple):
-    """What the client of a request may see."""
+    """The requests that the client of a request may see."""
 
     is_operator: bool
     tenant_name: str | None  # whose requests; None: everyone's
 
 
 class TimelineEndpoints:
-    """Whose key it is sees its own requests, an operator's key all, or those of the tenant that it names. Addresses of
-    pods are for operators."""
+    """Shows timelines: to a tenant's key its own requests, to an operator's all, or those of the tenant that it names.
+    Addresses of pods are for operators."""
 
     def __init__(self, service: InferenceService, access: AccessControl) -> None:
         self._service = service

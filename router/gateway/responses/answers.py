@@ -19,13 +19,13 @@ _INCOMPLETE = {"length": "max_output_tokens"}
 
 
 class CachedTokens(AnswerStruct):
-    """Where the prompt's KV came from."""
+    """The sources of the prompt's KV."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(AnswerStruct):
-    """What the answer's tokens are."""
+    """The kinds of the answer's tokens."""
 
     reasoning_tokens: int
 
@@ -188,7 +188,8 @@ class ResponsesFormat(TypedEventsFormat):
 
 
 def _status_of_last(finish_label: str | None) -> str:
-    """Of the item of text or reasoning with which the answer ends, or, while it goes on, of an item before that."""
+    """Returns the status of the item of text or reasoning with which the answer ends, or, while it goes on, of an item
+    before that."""
     return "incomplete" if finish_label in _INCOMPLETE else "completed"
 
 

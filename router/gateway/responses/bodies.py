@@ -162,7 +162,7 @@ class ResponsesBody(_Fields, kw_only=True, forbid_unknown_fields=True):
         return chat
 
     def _response_format(self) -> Raw:
-        """As chats have it."""
+        """Returns the `response_format` of a chat."""
         if self.text is None or not _is_given(self.text.format):
             return Raw()
         with request_errors("text.format"):
@@ -209,7 +209,7 @@ def parse_responses(body: bytes) -> ChatBody:
 
 
 class _Turn:
-    """What becomes one message of the assistant: items of it follow each other."""
+    """A message of the assistant in the making: items of it follow each other."""
 
     def __init__(self) -> None:
         self.texts: list[ContentPart | str] = []
@@ -291,7 +291,7 @@ def _call_of(item: Item, where: str) -> dict[str, Any]:
 
 
 def _tools_of(tools: Sequence[ResponsesTool]) -> Raw:
-    """As chats have them."""
+    """Returns the `tools` of a chat."""
     for index, tool in enumerate(tools):
         if tool.type != "function":
             param = f"tools[{index}].type"
@@ -304,7 +304,7 @@ def _tools_of(tools: Sequence[ResponsesTool]) -> Raw:
 
 
 def _choice_of(choice: Raw) -> Raw:
-    """As chats have it."""
+    """Returns the `tool_choice` of a chat."""
     if not _is_given(choice):
         return Raw()
     value = _any_decoder.decode(choice)

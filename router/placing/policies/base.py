@@ -1,4 +1,4 @@
-"""What a policy sees, what it answers, and the shape that all of ours have: Filter -> Scorer -> Picker."""
+"""The input and output of a policy, and the shape that all of ours have: Filter -> Scorer -> Picker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.placing.policies.table import Column, PodColumns
 
 
 class Leg(enum.Enum):
-    """What the chosen pod is to do."""
+    """The part of a request that the chosen pod serves."""
 
     PREFILL = "prefill"  # compute the prompt and hand it over
     DECODE = "decode"  # take the prompt over and answer
@@ -26,7 +26,7 @@ class Leg(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What of a request may matter for its route."""
+    """The facts of a request that may matter for its route."""
 
     num_prompt_tokens: int
     block_size: int  # tokens
@@ -63,7 +63,7 @@ class Candidates:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What each pod would make of the request; computed once for all who ask."""
+        """The prediction for the request on each pod; computed once for all who ask."""
         request, pods = self.request, self.pods
         return predict(
             num_prompt_tokens=request.num_prompt_tokens,
@@ -106,7 +106,7 @@ class WeightedScorer(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What a policy makes of its candidates."""
+    """A policy's view of its candidates."""
 
     scores: tuple[Column, ...]  # of each scorer, unweighted
     totals: Column  # weighted sums

@@ -1,5 +1,5 @@
-"""Of two pods drawn by lot, the one with less work: nearly as even as the least loaded of all, and routers that do not
-know of each other's latest requests do not all run to the same pod."""
+"""Picks, between two pods drawn by lot, the one with less work: nearly as even as the least loaded of all, and routers
+that do not know of each other's latest requests do not all run to the same pod."""
 
 from __future__ import annotations
 

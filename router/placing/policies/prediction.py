@@ -1,4 +1,4 @@
-"""What a request would see on each pod, in seconds.
+"""Predicts a request's service on each pod, in seconds.
 
 A step takes `base_s + tokens * token_s + context * context_s`, times the pod's slowness; all four are learned
 (`step_times`). From that:
@@ -49,7 +49,8 @@ def predict(
     decodes: bool,
     pods: PodColumns,
 ) -> Prediction:
-    """What a request would see. `computes`: the pod computes the prompt; `decodes`: it produces the answer."""
+    """Predicts a request's service on each pod. `computes`: the pod computes the prompt; `decodes`: it produces the
+    answer."""
     nothing = np.zeros(len(pods))
     line = pods.step_times.line
     token_s = line.token_s * pods.slowness

@@ -1,4 +1,4 @@
-"""What policies see of the ready pods of one role: columns of numbers, kept up to date in place.
+"""The policies' view of the ready pods of one role: columns of numbers, kept up to date in place.
 
 A row changes when its pod reports or when a request is sent to it, not when a decision is made, so that a decision over
 hundreds of pods is a few operations on arrays.
@@ -23,7 +23,7 @@ TYPICAL_BUDGET = 2048  # tokens of a step
 
 
 class PodFacts(NamedTuple):
-    """What does not change while a pod is connected. Of a pod with several engines there is one for each."""
+    """The facts that do not change while a pod is connected. A pod with several engines has one row for each."""
 
     address: str
     slot: int  # in the prefix index
@@ -43,7 +43,7 @@ class PodFacts(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What changes."""
+    """The figures that change."""
 
     num_requests: float  # running, waiting, or waiting for remote KV
     queued_tokens: float  # prompt tokens that it still has to compute, cached ones left out where that is known
@@ -172,7 +172,7 @@ class PodTable:
             last.number = to
 
     def write(self, number: int, load: Load) -> None:
-        """For rows only."""
+        """Writes a row; only PodRow calls it."""
         values = self._values
         values[0, number], values[1, number], values[2, number], values[3, number], values[4, number] = load
         if self._listener is not None:

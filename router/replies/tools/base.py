@@ -1,4 +1,4 @@
-"""What every parser of tool calls is, and the reader that most are written with.
+"""The base of every parser of tool calls, and the reader that most are written with.
 
 A parser gets the text of one answer piece by piece, and returns as much of it as is certain: text that is no call, and
 calls that are complete. Where the text is cut makes no difference to what all pieces together give. A call counts as
@@ -252,15 +252,15 @@ class ReadingParser(ToolParser):
             self._at = len(self._piece)
 
     def _begin(self, already: str = "") -> None:
-        """What is read from now on may be a call; `already`: and what was just read."""
+        """Begins to read a candidate for a call; `already`: the part that was just read."""
         self._candidate, self._candidate_from = [already], self._at
 
     def _drop(self) -> None:
-        """What was read since `_begin` is no text."""
+        """Drops the text read since `_begin`."""
         self._candidate = None
 
     def _give_back(self) -> None:
-        """What was read since `_begin` is text."""
+        """Returns what was read since `_begin` to the text."""
         if self._candidate is not None:
             self._add("".join([*self._candidate, self._piece[self._candidate_from : self._at]]))
             self._drop()
