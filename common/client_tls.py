@@ -17,7 +17,7 @@ def tls_context(tls_ca: str) -> ssl.SSLContext:
 
 
 def tls_problem(error: ssl.SSLError) -> str:
-    """What went wrong, and what to do."""
+    """Says what went wrong, and what to do."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{error.verify_message}; --tls-ca names the authority to trust"
     return f"{error.reason or error}; does it speak plain http?"

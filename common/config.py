@@ -108,7 +108,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def epilog_of(*, examples: Sequence[str] = (), exit_codes: Mapping[int, str], more: str = "") -> str:
-    """What stands below the options in a help text."""
+    """Returns the text below the options in a help text."""
     parts = [more] if more else []
     if examples:
         parts.append("\n".join(["examples:", *(f"  {example}" for example in examples)]))
@@ -219,7 +219,7 @@ def field_names(struct_type: type[msgspec.Struct], *, exclude: frozenset[str] = 
 
 
 class SettingDescription(NamedTuple):
-    """What the help says of a setting, and what the reference page needs besides."""
+    """A setting's text in the help, and the rest that the reference page needs."""
 
     name: str
     topic: str  # heading of its group

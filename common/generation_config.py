@@ -36,7 +36,7 @@ _FIELDS = {  # of generation_config.json -> of SamplingParams
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What holds for a request that does not say otherwise."""
+    """The parameters of a request that does not say otherwise."""
 
     values: Mapping[str, float] = {}  # field of SamplingParams, except max_tokens -> value
     max_tokens: int | None = None  # None: that of the API
@@ -88,7 +88,7 @@ def _file_of(source: str, model_directory: Path) -> Path | None:
 
 
 def _read_file(file: Path) -> dict[str, float]:
-    """What it says of sampling; the rest of the file is not for us."""
+    """Reads the file's sampling parameters; the rest is not for us."""
     where = f"{_FILE_OPTION}: {file}"
     try:
         content = json.loads(file.read_bytes())

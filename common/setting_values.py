@@ -244,7 +244,7 @@ def _to_dict(value: object, kind: mi.DictType, setting: Setting) -> dict[str, ob
 
 
 def _to_pairs(text: str, setting: Setting) -> dict[str, object]:
-    """Of one KEY=VALUE, or of a JSON object."""
+    """Reads one KEY=VALUE, or a JSON object."""
     key, separator, value = text.partition("=")
     if text.startswith("{"):
         with contextlib.suppress(ValueError):

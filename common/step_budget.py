@@ -76,23 +76,24 @@ class PromptRoom:
 
     @classmethod
     def beside_streams(cls, line: Line, *, step_s: float, target_s: float, least: int) -> PromptRoom:
-        """For a step with streams. `step_s`: its seconds without prompts; `target_s`: its target; `least`: tokens in
-        any case."""
+        """Returns the room in a step with streams. `step_s`: its seconds without prompts; `target_s`: its target;
+        `least`: tokens in any case."""
         return cls(work=(target_s - step_s) / line.token_s, least=least, knee=math.inf)
 
     @classmethod
     def least(cls, least: int) -> PromptRoom:
-        """For a step with streams while step times are unknown: so few tokens that it is short on any machine."""
+        """Returns the room in a step with streams while step times are unknown: so few tokens that it is short on any
+        machine."""
         return cls(work=0.0, least=least, knee=math.inf)
 
     @classmethod
     def unlimited(cls) -> PromptRoom:
-        """For throughput alone, as in offline generation."""
+        """Returns the room for throughput alone, as in offline generation."""
         return cls(work=math.inf, least=0, knee=math.inf)
 
     @classmethod
     def alone(cls, knee: float) -> PromptRoom:
-        """For a step without streams."""
+        """Returns the room in a step without streams."""
         return cls(work=math.inf, least=0, knee=max(knee, 1.0))
 
     @property

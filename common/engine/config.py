@@ -126,7 +126,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the model runs."""
+    """Devices and ranks of the model."""
 
     executor: Annotated[
         str,
@@ -222,7 +222,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def executor_name(self) -> str:
-        """What runs the model: an executor of several ranks where there are some, of one engine or of all together."""
+        """The executor of the model: of several ranks where there are some, of one engine or of all together."""
         has_several = self.num_ranks > 1 or self.is_lockstep
         return "multiproc" if self.executor == "inproc" and has_several else self.executor
 
@@ -286,7 +286,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def method(self) -> SpeculativeMethod | None:
-        """What proposes, and its options."""
+        """The proposer, and its options."""
         return None if self.speculative is None else parse_speculative(self.speculative)
 
 

@@ -391,7 +391,7 @@ def _guesses(config: EngineConfig) -> bool:
 
 
 def _most_asked(config: EngineConfig) -> Asked:
-    """What a step may ask of the draft model, if there is one."""
+    """Returns the most that a step may ask of the draft model, if there is one."""
     method = config.speculation.method
     if method is None or not isinstance(method.options, ByWorker):
         return NOTHING_ASKED

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a direct connector saves to: blocks that a consumer has reserved."""
+    """The destination of a direct connector's saves: blocks that a consumer has reserved."""
 
     address: bytes  # of the connectors of all the consumer's ranks, see ConnectorFacts
     block_ids: tuple[int, ...]  # in the consumer's KV cache, one for each block of the transfer

@@ -186,8 +186,8 @@ class LLM:
         return Completion(prompt.text, prompt.token_ids, text, token_ids, reason, logprobs=None, num_cached_tokens=0)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of generation_config.json and `override_generation_config`, else OpenAI's; `DEFAULT_MAX_TOKENS` unless
-        they say how many."""
+        """Returns the parameters of generation_config.json and `override_generation_config`, else OpenAI's;
+        `DEFAULT_MAX_TOKENS` unless they say how many."""
         return self._defaults.params({"max_tokens": self._defaults.max_tokens or DEFAULT_MAX_TOKENS})
 
     def check_integrity(self) -> IntegrityReport:

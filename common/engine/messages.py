@@ -203,7 +203,7 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True):
     num_unseen: int = 0  # tokens that a head does without, as their KV came from elsewhere
 
     def __add__(self, other: DraftFigures) -> DraftFigures:
-        """Those of two engines together."""
+        """Adds the figures of two engines."""
         return DraftFigures(
             self.num_proposed + other.num_proposed,
             self.num_verified + other.num_verified,
@@ -240,8 +240,8 @@ class TransferFigures(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankFigures(msgspec.Struct, frozen=True, array_like=True):
-    """What the process of a rank has done since its start, as of some second in which it ran a step. Seconds are those
-    of the thread that runs steps, on a CPU."""
+    """The work of a rank's process since its start, as of some second in which it ran a step. Seconds are those of the
+    thread that runs steps, on a CPU."""
 
     rank: int
     pid: int
@@ -294,7 +294,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def join_stats(by_engine: Sequence[EngineStats]) -> EngineStats:
-    """Those of several engines together: sums, and the longest of their last steps."""
+    """Returns the stats of several engines together: sums, and the longest of their last steps."""
     first, *others = by_engine
     if not others:
         return first
@@ -368,7 +368,7 @@ class IntegrityReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ProfileReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a profile has recorded. Times are without the pauses."""
+    """The content of a profile. Times are without the pauses."""
 
     seconds: float  # recorded
     paused_s: float  # in which the step loop stood still, while the profiler was stopped and started again

@@ -1,4 +1,4 @@
-"""Where the time of the step loop goes: the thread is in exactly one phase at any time, so they add up to wall time."""
+"""Phases of the step loop: the thread is in exactly one at any time, so they add up to wall time."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ ByWorker = DraftModelOptions | MtpOptions  # of what the worker runs beside the 
 
 
 class SpeculativeMethod(NamedTuple):
-    """What proposes drafts."""
+    """The method that proposes drafts."""
 
     name: str  # of a proposer, or its module:factory
     options: Options | None  # None: from outside the package, without any

@@ -1,4 +1,4 @@
-"""What libraries write to standard output and standard error, as lines of the log.
+"""Puts the text that libraries write to standard output and standard error into the log, as lines.
 
 Libraries in C++ and Rust write there past Python's logging: raw, as often as they like, and with text of clients in it.
 

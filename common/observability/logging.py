@@ -29,8 +29,8 @@ _MAX_TRACEBACK_CHARS = 20_000
 
 
 def fields(**values: object) -> dict[str, Any]:
-    """What a record has beside its message, as `extra` of a logger's methods: members of its JSON object. A `message`
-    replaces its own there."""
+    """Returns the fields of a record beside its message, as `extra` of a logger's methods: members of its JSON object.
+    A `message` replaces its own there."""
     return {_FIELDS: values}
 
 

@@ -15,7 +15,7 @@ _LAGS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class LoopFigures(Collector):
-    """Of one event loop. `start` on the loop, `stop` once it ends. Scrapes may come from any thread."""
+    """The figures of one event loop. `start` on the loop, `stop` once it ends. Scrapes may come from any thread."""
 
     def __init__(self, prefix: str, loop: asyncio.AbstractEventLoop) -> None:
         """`prefix` begins the metrics' names: "baton_router", "baton_pod"."""

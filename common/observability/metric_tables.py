@@ -112,7 +112,7 @@ class ModelFamilies(Generic[_Table]):
         self._families = table.families(registry)
 
     def of(self, model_name: str) -> _Table:
-        """What is counted of this model."""
+        """Returns the metrics of this model."""
         return self._table(self._families, model_name)
 
     def forget(self, model_name: str) -> None:

@@ -31,7 +31,7 @@ class Acceptance(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of those verified; 0 if there are none."""
+        """The share of those verified; 0 if there are none."""
         return self.num_accepted / self.num_verified if self.num_verified else 0.0
 
     def plus(self, other: Acceptance) -> Acceptance:
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
 
 class DraftDrift:
-    """Of one engine."""
+    """Watches the acceptance of one engine's drafts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""

@@ -116,7 +116,7 @@ class _CacheConfig(Collector):
 
 
 class _EngineFigures(Collector):
-    """Those of several engines have the label `engine`, its number."""
+    """The figures of the pod's engines. Those of several have the label `engine`, its number."""
 
     def __init__(self, stats: StatsBoard, spec: EngineSpec, config: PodConfig) -> None:
         self._stats = stats

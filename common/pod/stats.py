@@ -25,7 +25,7 @@ class StatsBoard:
 
     @property
     def latest(self) -> EngineStats:
-        """Those of all engines together."""
+        """The stats of all engines together."""
         return join_stats(self.by_engine)
 
     def publish(self, stats: EngineStats, data_parallel_rank: int = 0) -> None:

@@ -23,18 +23,18 @@ class _Drained:
     """Mixed into a loop."""
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
-        """As that of the loop."""
+        """Adds a reader, drained first if it is gRPC's."""
         if isinstance(fd, socket.socket) and _is_grpc(callback):
             callback = functools.partial(_call_drained, fd, callback)
         super().add_reader(fd, callback, *args)  # type: ignore[misc]
 
 
 class AsyncioLoop(_Drained, asyncio.SelectorEventLoop):  # type: ignore[misc]  # a reader may be anything with a descriptor
-    """That of pods."""
+    """The loop of pods."""
 
 
 class UvLoop(_Drained, uvloop.Loop):  # type: ignore[misc]  # its annotations differ from their base class
-    """That of routers, which have many connections."""
+    """The loop of routers, which have many connections."""
 
 
 def _is_grpc(callback: Callable[..., Any]) -> bool:

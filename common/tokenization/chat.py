@@ -106,8 +106,8 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 
 def _cut_at_mark(text: str) -> str:
-    """What precedes the mark. A template that trims contents has trimmed the mark, too, and what stood before it is
-    trimmed here."""
+    """Returns the text before the mark. A template that trims contents has trimmed the mark, too, and what stood before
+    it is trimmed here."""
     before, found, _ = text.rpartition(_END_MARK)
     if found:
         return before

@@ -86,7 +86,7 @@ class _Matcher:
 
 @functools.lru_cache(maxsize=256)
 def _borders(stop: str) -> Sequence[int]:
-    """For each beginning of `stop`, the length of its longest end that `stop` begins with, but for the whole."""
+    """Returns for each beginning of `stop` the length of its longest end that `stop` begins with, but for the whole."""
     borders = array("L", [0])
     length = 0
     for character in stop[1:]:

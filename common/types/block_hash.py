@@ -28,9 +28,9 @@ _KEY_HEAD = Struct("<qqI")  # first token and end, from the block's first token 
 
 
 class ExtraKey(NamedTuple):
-    """What decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they are, or an
-    adapter by the digest of its weights. Each block's hash has its parent's in it, so a key of the first tokens decides
-    all."""
+    """A key that decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they are,
+    or an adapter by the digest of its weights. Each block's hash has its parent's in it, so a key of the first tokens
+    decides all."""
 
     start: int  # index of the first token
     end: int  # one past the last
@@ -89,8 +89,8 @@ def hash_partial_block(
 
 
 def _with_keys(content: bytes, extra_keys: Sequence[ExtraKey], first: int, num_tokens: int) -> bytes:
-    """What is hashed of a block of so many tokens, from `first` on: where in it each key begins and ends, too, as
-    neighbours of equal tokens could share it otherwise."""
+    """Returns the hashed content of a block of so many tokens, from `first` on: where in it each key begins and ends,
+    too, as neighbours of equal tokens could share it otherwise."""
     keys = [key for key in extra_keys if key.start < first + num_tokens and first < key.end]
     if not keys:
         return content
@@ -99,8 +99,8 @@ def _with_keys(content: bytes, extra_keys: Sequence[ExtraKey], first: int, num_t
 
 
 def _with_positions(content: bytes, positions: PromptPositions, first: int, num_tokens: int) -> bytes:
-    """What is hashed of a block of so many tokens, from `first` on. Where positions are the tokens' places, as in text
-    before the first image, it is what a prompt without positions has."""
+    """Returns the hashed content of a block of so many tokens, from `first` on. Where positions are the tokens' places,
+    as in text before the first image, it is that of a prompt without positions."""
     places = list(range(first, first + num_tokens))
     of_tokens = positions.of_tokens(first, first + num_tokens)
     if all(each == places for each in of_tokens):

@@ -1,4 +1,4 @@
-"""What the text of an answer must look like: the constraint of a request, and the bounds that are checked at the edge.
+"""The constraint of a request on the text of its answer, and the bounds that are checked at the edge.
 
 Whether it can be compiled is found out in the pod, which has the vocabulary. A router builds the same values from
 `response_format`, `structured_outputs` and whatever else needs a constrained answer.

@@ -1,4 +1,4 @@
-"""What is known of a sampling parameter beside its type and default: SamplingParams is a table of these.
+"""The facts of a sampling parameter beside its type and default: SamplingParams is a table of these.
 
 The ranges that are checked, the fields of HTTP bodies and of two messages in `proto/`, and docs/api.md come from it. A
 new parameter is a new line there and the sampler's business; `make proto api-docs` does the rest.

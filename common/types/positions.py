@@ -15,7 +15,7 @@ class PromptPositions:
 
     @classmethod
     def of(cls, values: Sequence[Sequence[int]]) -> PromptPositions:
-        """Those of a prompt of at least one token."""
+        """Returns the positions of a prompt of at least one token."""
         return cls([list(each) for each in values], max(map(max, values)) + 1 - len(values[0]))
 
     def of_tokens(self, start: int, stop: int) -> list[list[int]]:

@@ -125,7 +125,7 @@ class Dispatcher:
 
     @contextmanager
     def expecting(self, remote_wait_s: float) -> Iterator[None]:
-        """Lets plans that are made meanwhile expect to wait so long for a prefill pod, and not at all for a decode pod."""
+        """Lets plans that are made meanwhile expect so long a wait for a prefill pod, and none for a decode pod."""
         self._remote_wait_s = remote_wait_s
         try:
             yield

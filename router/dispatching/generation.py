@@ -109,7 +109,7 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> Sequence[common_pb2.PositionLogprobs]:
-        """Log probabilities of all prompt tokens but the first, if they were asked for. Complete with the first output."""
+        """Log probabilities of all prompt tokens but the first, if asked for. Complete with the first output."""
         return self._output.prompt_logprobs
 
     @property

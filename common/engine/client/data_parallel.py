@@ -195,7 +195,7 @@ async def _all(calls: Iterable[Awaitable[_Result]]) -> list[_Result]:
 
 
 def join_specs(by_engine: Sequence[EngineSpec]) -> EngineSpec:
-    """What holds of each of the engines. Raises ModelLoadError if they have not loaded the same model."""
+    """Returns the facts that all engines share. Raises ModelLoadError if they have not loaded the same model."""
     first = by_engine[0]
     for rank, other in enumerate(by_engine):
         if (other.fingerprint, other.layout) != (first.fingerprint, first.layout):

@@ -1,1 +1,1 @@
-"""What the parts of an engine say to each other: steps and their results."""
+"""Messages between the parts of an engine: steps and their results."""

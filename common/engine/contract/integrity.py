@@ -1,4 +1,4 @@
-"""What all ranks must have in common with the scheduler between steps."""
+"""The state that all ranks must share with the scheduler between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model caches of its tokens. Pure data."""
+"""A model's cache of its tokens. Pure data."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ class KVLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Of all stages together."""
+        """The number of ranks in all stages together."""
         return self.tensor_parallel_size * max(1, len(self.layers_by_stage))
 
     @property
     def shards(self) -> list[Shard]:
-        """What each rank has of a block, stage by stage. Raises IncompatiblePeerError if heads or layers cannot be
+        """Each rank's part of a block, stage by stage. Raises IncompatiblePeerError if heads or layers cannot be
         divided."""
         heads = self.heads_by_rank
         return [Shard(layers, each) for layers in self._runs_of_layers for each in heads]
@@ -69,7 +69,7 @@ class KVLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """Those of the whole model, in each group. Raises IncompatiblePeerError if groups differ."""
+        """The number of KV heads of the whole model, in each group. Raises IncompatiblePeerError if groups differ."""
         found = {group.num_kv_heads for group in self.groups}
         if len(found) != 1 or min(found) < 1:
             problem = f"num_kv_heads: blocks of {sorted(found)} KV heads do not have one shape"
@@ -83,7 +83,7 @@ class KVLayout:
 
 
 class Shard(NamedTuple):
-    """What a rank has of each block."""
+    """A rank's part of each block."""
 
     layers: range  # of the block: places in a group's `layers`
     heads: range

@@ -15,15 +15,16 @@ BITS = 32  # tokens in a word of a mask; token t is bit t % 32 of word t // 32
 
 
 class RequestGrammar(Protocol):
-    """What a request's output follows, compiled. The scheduler hands it on to what makes masks of it."""
+    """A compiled grammar that a request's output follows. The scheduler hands it on to the maker of masks."""
 
     @property
     def constraint(self) -> Constraint:
-        """As the request has it."""
+        """The constraint in the request's own form."""
 
 
 class BatchMasks(NamedTuple):
-    """What the grammars of some requests of a batch allow next. Positions are those of the requests in the batch."""
+    """The next tokens that the grammars of some requests of a batch allow. Positions are those of the requests in the
+    batch."""
 
     positions: list[int]  # of the requests that have a mask; each allows at least one token
     words: npt.NDArray[np.int32]  # [positions, words]

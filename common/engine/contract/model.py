@@ -1,4 +1,4 @@
-"""What a worker says of the model that it has loaded."""
+"""A worker's facts on the model that it has loaded."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class ModelFacts:
 
     @property
     def bytes_of_block(self) -> int:
-        """Of a block with the draft model's part of it."""
+        """Bytes of a block with the draft model's part of it."""
         return self.bytes_per_block + self.draft_bytes_per_block

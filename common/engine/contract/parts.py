@@ -26,7 +26,7 @@ class PartDigest(NamedTuple):
 
     @property
     def part(self) -> Part:
-        """What it is of."""
+        """The part that was digested."""
         return Part(*self[1:5])
 
 

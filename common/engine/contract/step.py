@@ -27,7 +27,7 @@ class NoToken(enum.Enum):
 
     @property
     def token_id(self) -> int:
-        """What stands where a token would; as that of a SampledToken."""
+        """A number in the place of a SampledToken's."""
         return 0
 
 
@@ -54,7 +54,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a draft model may do once a step has sampled."""
+    """The work that a draft model may do once a step has sampled."""
 
     num_drafts: int = 0  # of each request, at most
     catch_up_s: float = 0.0  # seconds for tokens that it has not computed yet
@@ -64,7 +64,7 @@ NOTHING_ASKED = Asked()
 
 
 class Drafting(NamedTuple):
-    """What a draft model has done after a step."""
+    """The work that a draft model has done after a step."""
 
     num_passes: int = 0  # each of which gives a draft
     num_rows: int = 0  # in the largest of them
@@ -76,7 +76,7 @@ class Drafting(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the step, in which the model itself computed nothing."""
+        """The seconds of the step, in which the model itself computed nothing."""
         return self.proposing_s + self.catch_up_s
 
 
@@ -109,7 +109,7 @@ Outcome = list[SampledToken] | NoToken  # at least one token, in order; one more
 
 
 def accepted(drafts: Sequence[int], samples: Sequence[SampledToken | NoToken]) -> Outcome:
-    """What holds of the samples of a request, the first after its last token and one after each of the drafts."""
+    """Returns the valid samples of a request: the first after its last token, and one after each of the drafts."""
     tokens: list[SampledToken] = []
     for number, sample in enumerate(samples):
         if isinstance(sample, NoToken):
@@ -142,7 +142,7 @@ class ModelRunnerOutput:
     drafting: Drafting | None = None  # by a draft model
 
     def without_drafts(self) -> ModelRunnerOutput:
-        """What ranks that sample the same have in common."""
+        """Returns the part that ranks which sample the same have in common."""
         return replace(self, drafts={}, proposer_failure="", drafting=None)
 
 

@@ -1,1 +1,1 @@
-"""What a model runs on: one folder for each kind of device, behind the protocols beside it."""
+"""Devices that models run on: one folder for each kind, behind the protocols beside it."""

@@ -30,7 +30,7 @@ class KVSpec:
 
 
 class GroupTables(NamedTuple):
-    """Where the tokens of a batch are in the blocks of one KV group."""
+    """The places of a batch's tokens in the blocks of one KV group."""
 
     block_tables: torch.Tensor  # [num_seqs, max blocks of a sequence] on the device, int64, padded with the null block
     slot_mapping: torch.Tensor  # [num_tokens] on the device, int64: where each query token's KV goes
@@ -54,7 +54,7 @@ class AttentionMetadata:
     other_groups: Sequence[GroupTables] = ()
 
     def by_group(self) -> list[AttentionMetadata]:
-        """What the layers of each KV group need to know."""
+        """The batch as the layers of each KV group need it."""
         others = [replace(self, **tables._asdict(), other_groups=()) for tables in self.other_groups]
         return [self, *others]
 
@@ -126,7 +126,7 @@ class Rotary:
     positions: torch.Tensor  # [num_tokens] int64, rows of both
 
     def split(self, sizes: Sequence[int]) -> list[Rotary]:
-        """Of so many tokens each."""
+        """Splits it into parts of so many tokens each."""
         return [Rotary(self.cosines, self.sines, part) for part in torch.split(self.positions, list(sizes))]
 
 
@@ -154,8 +154,8 @@ class ProjectionAttention(AttentionBackend, Protocol):
     and writing to the cache belong to the same kernels then."""
 
     def begin_parts(self, parts: Sequence[AttentionMetadata]) -> None:
-        """As `begin_step`, for a batch that comes in parts, see Operators.split. In each layer they are attended to in
-        turn, as a part may continue a sequence of the one before."""
+        """Begins a step, see `begin_step`, whose batch comes in parts, see Operators.split. In each layer they are
+        attended to in turn, as a part may continue a sequence of the one before."""
 
     def attend_projections(
         self, layer: int, part: int, qkv: torch.Tensor, projected: ProjectedArgs, rotary: Rotary

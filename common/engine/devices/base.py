@@ -1,4 +1,4 @@
-"""What the engine knows of a device: where the model's numbers are, and what computes on them.
+"""The engine's view of a device: where the model's numbers are, and what computes on them.
 
 A kind of device is a folder beside this file, or a module from outside the package; see `registry`. `TorchDevice`
 (`torch/device.py`) has every method, on torch's operators over the host's memory: a device extends it by what it does
@@ -40,13 +40,13 @@ class StepFences(Fences, Protocol):
 
 
 class Memory(Protocol):
-    """Where a device keeps the model and its KV cache."""
+    """The memory of a device, for the model and its KV cache."""
 
     is_own: bool  # not the host's: what a step takes of it is measured before the KV cache gets the rest
     default_fraction: float  # of the free bytes, for the KV cache
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """For the KV cache. Raises MemoryError or torch.OutOfMemoryError."""
+        """Returns zeros for the KV cache. Raises MemoryError or torch.OutOfMemoryError."""
 
     def free_bytes(self) -> int:
         """How many there are now."""
@@ -61,7 +61,7 @@ class Memory(Protocol):
         """Begins to copy a tensor of the device, behind the work submitted by this thread."""
 
     def fences(self) -> StepFences | None:
-        """Of a worker's steps; None if a step is finished when it is answered."""
+        """Returns the fences of a worker's steps; None if a step is finished when it is answered."""
 
 
 class RowSampler(Protocol):
@@ -94,7 +94,7 @@ class Device(Protocol):
         """Names what decides how kernels round, see `fingerprint_model`."""
 
     def default_dtype(self, own: torch.dtype) -> torch.dtype:
-        """What to compute in, for a checkpoint in `own`."""
+        """Returns the type to compute in, for a checkpoint in `own`."""
 
     def can_multiply(self, layer: type[QuantizedLinear]) -> bool:
         """True if the device computes such layers at a useful speed."""
@@ -103,7 +103,7 @@ class Device(Protocol):
         """The same ranks, which meet in the fastest way that this device has. Called by all of them."""
 
     def operators(self) -> Operators | None:
-        """For decoders that can be fused; None if there are none, or kernels are off."""
+        """The operators of decoders that can be fused; None if there are none, or kernels are off."""
 
     def compile_linears(self, model: Any) -> None:
         """Replaces quantised layers of a model that runs its own code by ones on kernels."""
@@ -121,7 +121,7 @@ class Device(Protocol):
         fused."""
 
     def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> RowSampler | None:
-        """For logits of this type; None if there is none, or kernels are off."""
+        """Returns the sampler of logits of this type; None if there is none, or kernels are off."""
 
     def step_sampler(self, kernels: Kernels) -> StepSampler | None:
         """None if steps wait for the tokens of those before them."""

@@ -1,4 +1,4 @@
-"""What a fused decoder is made of, on each kind of device: linear layers, and compiled kernels between them."""
+"""The parts of a fused decoder, on each kind of device: linear layers, and compiled kernels between them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where the model runs: in this process, or in several."""
+"""Executors run the model: in this process, or in several."""

@@ -37,7 +37,7 @@ class Executor(Protocol):
 
     @property
     def rank_figures(self) -> tuple[RankFigures, ...]:
-        """What each rank last told of itself, where there are several. Read after each step."""
+        """Each rank's latest figures of itself, where there are several. Read after each step."""
 
     def share_phases(self, phases: PhaseClock) -> None:
         """An executor that computes on the caller's thread enters there what it does in a step. The caller enters the

@@ -170,7 +170,7 @@ class FakeWorker:
         )
 
     def _read(self, table: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.uint64]:
-        """What is in the slots of tokens [start, end): the rank's share of their ids, and of their positions."""
+        """Reads the slots of tokens [start, end): the rank's share of their ids, and of their positions."""
         first = start // self._block_size
         blocks = table[first : -(-end // self._block_size)]
         shares = self._slots[blocks].sum(axis=(1, 3)) * self._adds  # [blocks, 2, block_size]

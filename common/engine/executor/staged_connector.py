@@ -90,7 +90,7 @@ class Staging(NamedTuple):
 
     @property
     def config_elsewhere(self) -> EngineConfig:
-        """For ranks on other machines."""
+        """The configuration of ranks on other machines."""
         connector = self.config.connector
         if self.store is None or connector is None:
             return self.config

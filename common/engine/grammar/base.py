@@ -63,8 +63,8 @@ class GrammarBackend(Protocol):
 
 
 class GrammarKey(NamedTuple):
-    """What a compiled grammar is kept under. Tenants share none: neither its process nor, by the time that compiling
-    takes, the knowledge that another one uses it."""
+    """The key of a compiled grammar. Tenants share none: neither its process nor, by the time that compiling takes, the
+    knowledge that another one uses it."""
 
     tenant: str
     constraint: Constraint
@@ -80,7 +80,7 @@ class Grammar:
 
     @property
     def key(self) -> GrammarKey:
-        """What it shares with the grammars of equal requests."""
+        """The key that it shares with the grammars of equal requests."""
         return GrammarKey(self.tenant, self.constraint)
 
     def process(self) -> GrammarProcess | None:

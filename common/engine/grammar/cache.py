@@ -1,4 +1,4 @@
-"""What is kept of the constraints that were compiled last: processes, and errors."""
+"""A cache of the constraints that were compiled last: processes, and errors."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Job:
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant of the job."""
         return self.key.tenant
 
 

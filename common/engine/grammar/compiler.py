@@ -36,7 +36,7 @@ _PROBLEM_BYTES = 16 * 2**20  # of all refused constraints that are kept
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """Where the model's vocabulary comes from."""
+    """The source of the model's vocabulary."""
 
     directory: Path
     vocab_size: int

@@ -23,7 +23,7 @@ MatcherState = Literal["following", "lost", "too_slow"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all grammars of an engine."""
+    """The settings of all grammars of an engine."""
 
     backend: GrammarBackendName
     directory: str  # of the model's tokenizer

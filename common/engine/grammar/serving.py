@@ -182,7 +182,7 @@ class _Account:
 
     @contextlib.contextmanager
     def spending(self, share_s: float) -> Iterator[None]:
-        """What is done here takes of the time that is left, to which `share_s` is added. The kernel ends the process if
+        """Charges the work within to the time that is left, to which `share_s` is added. The kernel ends the process if
         that runs out meanwhile."""
         self.left_s = min(self._most_s, self.left_s + share_s)
         try:

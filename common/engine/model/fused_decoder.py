@@ -111,7 +111,7 @@ class FusedDecoder:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _keep_inputs(self, index: int, streams: Sequence[torch.Tensor]) -> None:
-        """Of a layer that has projected them: until then, a part of them is in `delta`."""
+        """Keeps the inputs of a layer that has projected them: until then, a part of them is in `delta`."""
         if (place := self._kept.get(index)) is not None:
             start = 0
             for stream in streams:
@@ -193,7 +193,7 @@ class _Layer:
         return self.qkv(self.input_norm(hidden, delta))
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """What follows attention; returns what is still to be added to the residual stream."""
+        """Computes all that follows attention; returns what is still to be added to the residual stream."""
         delta = self.o(attended)
         return self.down(self.gated(self.post_norm(hidden, delta)))
 
@@ -218,7 +218,7 @@ class _RotaryTables:
         self._cosines = self._sines = torch.empty(0)
 
     def at(self, positions: torch.Tensor, length: int) -> Rotary:
-        """Of positions below `length`."""
+        """Returns the tables for positions below `length`."""
         if length > len(self._cosines):
             self._grow(max(length, 2 * len(self._cosines), 256))
         return Rotary(self._cosines, self._sines, positions)

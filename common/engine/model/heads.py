@@ -1,4 +1,4 @@
-"""What heads have in common: small networks that predict a model's tokens from its own hidden states.
+"""The base of heads: small networks that predict a model's tokens from its own hidden states.
 
 At each place a head takes the embedding of the next token and the place's *feature*, which comes from what the model
 has computed there. It predicts the token after the next. Where the model has computed no feature yet, the head's own
@@ -44,7 +44,8 @@ class HeadModule(nn.Module):
         self._outputs = torch.zeros((num_tokens, self.feature_size), dtype=dtype, device=device)
 
     def outputs(self, index: torch.Tensor) -> torch.Tensor:
-        """Of these tokens of the last call, before the norm: what stands for features of the next places."""
+        """Returns the outputs for these tokens of the last call, before the norm: they stand for features of the next
+        places."""
         return self._outputs[index]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ class LoadedHead(NamedTuple):
 
 
 class FoundAttention(NamedTuple):
-    """Of a head's only layer."""
+    """The attention of a head's only layer."""
 
     spec: KVSpec
     num_heads: Sequence[int]
@@ -98,7 +99,7 @@ class FoundAttention(NamedTuple):
 
 
 class Files(NamedTuple):
-    """What a head was loaded from."""
+    """The files that a head was loaded from."""
 
     config: dict[str, Any]  # config.json
     weight_files: list[Path]

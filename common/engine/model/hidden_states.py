@@ -15,7 +15,7 @@ from common.errors import ConfigError
 
 
 class HiddenStates:
-    """Those of a forward pass, in one place that recorded steps write to as well."""
+    """The hidden states of a forward pass, in one place that recorded steps write to as well."""
 
     def __init__(self, loaded: LoadedModel, num_states: int, num_tokens: int) -> None:
         """`num_states`: of each token. `num_tokens`: most of a forward pass."""
@@ -23,7 +23,8 @@ class HiddenStates:
         self._side_by_side = self.places.flatten(1)
 
     def of_last(self, num_tokens: int) -> torch.Tensor:
-        """Those of the last forward pass, which had so many tokens, side by side: [num_tokens, states * size]"""
+        """Returns the states of the last forward pass, which had so many tokens, side by side: [num_tokens, states *
+        size]"""
         return self._side_by_side[:num_tokens]
 
 

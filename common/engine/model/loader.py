@@ -275,7 +275,7 @@ def find_weights(directory: Path) -> list[Path]:
 
 
 class _Source(NamedTuple):
-    """What a model is loaded from, perhaps more than once."""
+    """The source of a model, which is loaded perhaps more than once."""
 
     directory: Path
     weight_files: list[Path]
@@ -293,7 +293,7 @@ class _Source(NamedTuple):
 
     @property
     def all_ranks(self) -> Ranks:
-        """Those that must decide alike."""
+        """The ranks that must decide alike."""
         return self.ranks if self.experts is None else self.experts.ranks
 
 
@@ -445,7 +445,7 @@ def _return_freed_memory() -> None:
 
 
 def resolve_dtype(config: ModelConfig, model_config: Any, device: Device) -> torch.dtype:
-    """That of the setting; of "auto", what suits checkpoint and device."""
+    """Returns the type of the setting; for "auto", one that suits checkpoint and device."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     own = getattr(model_config.get_text_config(), "dtype", None)

@@ -106,7 +106,7 @@ def load_mtp(config: ModelConfig, options: MtpOptions, device_number: int) -> Lo
 
 
 def _read_weights(files: list[Path], number: int) -> dict[str, torch.Tensor]:
-    """Of the head that is layer `number`, named as those of a model whose only layer it is."""
+    """Reads the weights of the head that is layer `number`, named as those of a model whose only layer it is."""
     prefix, weights, shared = f"model.layers.{number}.", {}, {}
     for path in files:
         with safe_open(path, "pt") as opened:

@@ -59,7 +59,7 @@ class CollectedExperts(nn.Module):
         self.collect = collect
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """As the experts' own."""
+        """Sums the outputs of the ranks' experts."""
         return self.collect(self.local(*inputs))
 
 

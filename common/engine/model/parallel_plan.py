@@ -1,4 +1,4 @@
-"""What a rank has of each layer, by the model's own plan (`tp_plan` of transformers).
+"""Cuts layers into the parts of ranks, by the model's own plan (`tp_plan` of transformers).
 
 A plan names a style for layers by patterns of their names:
 
@@ -58,7 +58,7 @@ class Heads(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank has of a layer's weight."""
+    """A rank's part of a layer's weight."""
 
     style: str
     dim: int  # of the weight, that is cut
@@ -86,7 +86,7 @@ def heads_of(model_config: Any, size: int) -> Heads:
 
 
 class RankPlan(NamedTuple):
-    """What a rank has."""
+    """A rank's part of the model."""
 
     layers: dict[str, Part]  # linear layers and the embedding, by name
     weights: dict[str, Part]  # of experts, by name
@@ -245,7 +245,8 @@ def _part(model: Any, layer: str, style: str, heads: Heads, rank: int) -> Part:
 
 
 def _part_of_experts(weights: nn.Parameter, name: str, style: str, rank: int, size: int) -> Part:
-    """Of [experts, gates and what they let through, hidden size], or [experts, hidden size, what came through]."""
+    """Cuts weights of [experts, gates and what they let through, hidden size], or [experts, hidden size, what came
+    through]."""
     dim, runs = (1, 2) if style == "packed_colwise" else (2, 1)
     width = weights.shape[dim] // runs
     if width % size:
@@ -254,7 +255,7 @@ def _part_of_experts(weights: nn.Parameter, name: str, style: str, rank: int, si
 
 
 def _uneven(style: str, num_rows: int, rank: int, size: int, padding: int = 0) -> Part:
-    """Of rows that can be shared out unevenly: zeros follow the last."""
+    """Cuts rows that can be shared out unevenly: zeros follow the last."""
     share = -(-num_rows // size)
     start, stop = min(rank * share, num_rows), min((rank + 1) * share, num_rows)
     return Part(style, 0, start, stop, share - (stop - start) + padding)

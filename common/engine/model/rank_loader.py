@@ -140,7 +140,8 @@ def weight_bytes(outline: Outline) -> int:
 
 
 def _conversions(model: Any, dtype: torch.dtype) -> list[WeightRenaming | WeightConverter]:
-    """What is done with the checkpoint's weights. Raises ConfigError if that is not supported for parts of them."""
+    """Returns the conversions of the checkpoint's weights. Raises ConfigError if one is not supported for parts of
+    them."""
     name = type(model).__name__
     if dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):  # noqa: SLF001
         raise refused(f"{name} keeps some weights in float32, which is supported with dtype float32 only")
@@ -162,7 +163,7 @@ def _merges_experts(converter: WeightConverter) -> bool:
 
 
 def _compute_buffers(model: Any) -> None:
-    """Those that are in no checkpoint, such as rotary frequencies, as `from_pretrained` does it."""
+    """Computes the buffers that are in no checkpoint, such as rotary frequencies, like `from_pretrained`."""
     computed = list(model.named_non_persistent_buffers())
     for name, buffer in computed:
         _set(model, name, torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device="cpu"))

@@ -101,7 +101,7 @@ class GlooRanks:
 
 @contextlib.contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """What is done within, without collectives, fails on all ranks if it fails on one."""
+    """Makes code without collectives fail on all ranks if it fails on one."""
     failure: Exception | None = None
     try:
         yield

@@ -27,11 +27,11 @@ class StageLinks(Protocol):
     num_stages: int
 
     def join(self, own: Sequence[int | None]) -> list[int | None]:
-        """What all stages have, in their order. Each gives the same whenever it is called. Waits for the others, also
-        if that takes minutes, as loading weights may."""
+        """Joins the values of all stages, in their order. Each gives the same whenever it is called. Waits for the
+        others, also if that takes minutes, as loading weights may."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What the stage before has sent, on the host."""
+        """Returns the tensor that the stage before has sent, on the host."""
 
     def send(self, hidden: torch.Tensor) -> None:
         """Passes `hidden` on to the next stage, without waiting until that takes it. It must not be changed."""

@@ -159,7 +159,7 @@ def check_stage(model: Any, stage: Stage) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its weights are. Those of quantised layers are nowhere."""
+    """Returns the device of its weights. Those of quantised layers are on none."""
     return next(weight.device for weight in model.parameters() if not weight.is_meta)
 
 

@@ -31,7 +31,7 @@ class Recorded(Protocol):
 
 
 class _Window(msgspec.Struct):
-    """What is taken from the trace of one window: not the name of the host."""
+    """The part of one window's trace that is kept: not the name of the host."""
 
     events: list[msgspec.Raw] = msgspec.field(name="traceEvents")
     base_time_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)

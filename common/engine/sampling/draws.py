@@ -1,4 +1,4 @@
-"""What kernels draw tokens by, as arrays; see SamplingParams.kernels_can_sample."""
+"""The parameters by which kernels draw tokens, as arrays; see SamplingParams.kernels_can_sample."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MIN_TEMPERATURE = 1e-10  # keeps the quotient finite for the best token
 
 
 class Draws(NamedTuple):
-    """What the rows of a batch are drawn by."""
+    """The parameters by which the rows of a batch are drawn."""
 
     keys: npt.NDArray[np.int64]  # [rows], see noise.stream_keys
     params: npt.NDArray[np.float32]  # [rows, 4]: temperature (0: greedy), top_k (0: all), top_p, log of min_p
 
 
 class Penalties(NamedTuple):
-    """What tokens so far do to the logits of some rows of a batch."""
+    """The changes that tokens so far make to the logits of some rows of a batch."""
 
     rows: npt.NDArray[np.int64]  # [penalised]
     factors: npt.NDArray[np.float32]  # [penalised, 3]: repetition, frequency, presence

@@ -31,7 +31,7 @@ def stream_key(seed: int, position: int) -> int:
 
 
 def mixed_seed(seed: int) -> int:
-    """What `stream_keys` takes of a seed: an unsigned 64-bit integer."""
+    """Mixes a seed into the unsigned 64-bit integer that `stream_keys` takes."""
     return _mix(seed & _MASK64)
 
 

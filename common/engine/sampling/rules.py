@@ -1,4 +1,4 @@
-"""What a request's parameters say of single tokens, prepared once for the sampler: biases and masks.
+"""The rules of a request's parameters for single tokens, prepared once for the sampler: biases and masks.
 
 A masked token is never chosen, whatever its logit. Biases and masks change logits in place.
 """

@@ -79,7 +79,7 @@ class Candidate(NamedTuple):
 
 
 class _DecodeTimes:
-    """What steps without prompts take: a line, and what drafts make it longer, as other kernels compute such steps."""
+    """Predicts steps without prompts: a line, and the time that drafts add, as other kernels compute such steps."""
 
     def __init__(self, max_num_rows: int, measured_steps: Sequence[tuple[float, float]]) -> None:
         short = [(tokens, seconds) for tokens, seconds in measured_steps if tokens <= _MEASURED_ROWS]

@@ -1,4 +1,4 @@
-"""Where each live request is: in exactly one place.
+"""The place of each live request, which is exactly one:
 
 grammar      no blocks; waits beside the queue for its grammar
 looking up   no blocks; waits beside the queue for the lookup in the tiers

@@ -269,7 +269,7 @@ class Scheduler:
         return prompts
 
     def _ask(self, plan: StepPlan) -> Asked:
-        """What the draft model may do once the step that is planned so far has sampled."""
+        """Returns the work that the draft model may do once the step that is planned so far has sampled."""
         if plan.has_prompts:
             return self._draft_depth.ask_beside_prompts(self._step_times.predict(plan.work, plan.num_context_tokens))
         return self._ask_for(list(plan.scheduled), plan.num_context_tokens)
@@ -522,7 +522,8 @@ class Scheduler:
         return self._lifecycle.take_news(urgent_only=True)
 
     def awaited(self, outcomes: Mapping[RequestId, Outcome]) -> Mapping[RequestId, Outcome]:
-        """Those of the first step in flight without those of requests that have left it, which may have come back."""
+        """Returns the outcomes of the first step in flight without those of requests that have left it, which may have
+        come back."""
         if self._max_concurrent_batches == 1:
             return outcomes
         awaited = {request.request_id for request in self._lifecycle.in_flight}
@@ -615,7 +616,7 @@ class Scheduler:
 
     @property
     def known_requests(self) -> KnownRequests:
-        """What workers have been told of so far."""
+        """Returns the requests of which workers have been told so far."""
         in_batch = [request for request in self._places.live.values() if request.is_in_batch]
         block_ids = {request.request_id: self._kv.block_ids(request) for request in in_batch}
         return KnownRequests(block_ids, self._lifecycle.dropped)

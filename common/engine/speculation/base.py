@@ -14,7 +14,7 @@ _NO_PARAMS = SamplingParams()
 
 
 class Context(NamedTuple):
-    """What a proposer may know of a request."""
+    """A proposer's view of a request."""
 
     request_id: RequestId
     token_ids: npt.NDArray[np.int64]  # prompt and output so far; valid during the call

@@ -21,7 +21,7 @@ _MOST_SPARE_S = 0.05  # allowance of such time that accumulates
 
 
 class Proposed(NamedTuple):
-    """What came of asking a proposer."""
+    """The answer of a proposer."""
 
     drafts: dict[RequestId, list[int]]  # of the vocabulary; at least one of each request
     failure: Failure | Literal[""] = ""
@@ -114,7 +114,7 @@ class GuardedProposer:
             return [f"the check of {self._name} has failed: {error!r}"]
 
     def _take_turns(self, requests: Sequence[Context]) -> Sequence[Context]:
-        """As many of the requests as are asked for at once, from where the last ones ended."""
+        """Returns as many of the requests as are asked for at once, from where the last ones ended."""
         num_left = len(requests) - self._num_asked
         if num_left <= 0:
             return requests

@@ -71,8 +71,8 @@ class History:
             newest[chain] = number
 
     def find(self, root: bytes, token_ids: npt.NDArray[np.int64], depth: int) -> Found:
-        """Where most of the last tokens stand in outputs of the tenant, up to MAX_MATCH of them, and up to `depth` that
-        follow. The last places only, if there are many."""
+        """Finds the places in outputs of the tenant at which most of the last tokens stand, up to MAX_MATCH of them,
+        and up to `depth` that follow. The last places only, if there are many."""
         if len(token_ids) < MIN_MATCH or not self._num_written:
             return NOTHING_FOUND
         tag = self._tag(root)
@@ -135,7 +135,7 @@ class History:
 
 
 def _hash(run: list[int]) -> int:
-    """Of MIN_MATCH tokens; a number modulo 2^64, without its lowest bits."""
+    """Hashes MIN_MATCH tokens into a number modulo 2^64, without its lowest bits."""
     total: int = sum(map(operator.mul, run, _FACTORS))
     return (total & _MASK64) >> _SHIFT
 

@@ -19,7 +19,7 @@ _MAX_EXTENDED = 32  # last places that are left, at which further tokens are com
 
 
 class Match(NamedTuple):
-    """Where the last tokens of a request stood before."""
+    """Places at which the last tokens of a request stood before."""
 
     ends: npt.NDArray[np.int64]  # one past them, in order: places of what followed
     length: int  # tokens
@@ -75,9 +75,9 @@ def continue_from(token_ids: npt.NDArray[np.int64], ends: npt.NDArray[np.int64],
 
 
 class NgramProposer:
-    """Of the places where most of the last tokens stood before, from `min` to `max` of them, takes the last: a text is
-    most like what it said lately. (vLLM takes the first, which has most tokens behind it; `continue_from` needs none.)
-    """
+    """Proposes what followed the last of the places where most of the last tokens stood before, from `min` to `max` of
+    them: a text is most like its latest part. (vLLM takes the first, which has most tokens behind it; `continue_from`
+    needs none.)"""
 
     def __init__(self, options: NgramOptions) -> None:
         self._options = options

@@ -14,7 +14,7 @@ from common.engine.messages import EngineStats, TransferFigures
 
 @dataclass(slots=True)
 class _Totals:
-    """Of the transfers in one direction."""
+    """Sums of the transfers in one direction."""
 
     num_transfers: int = 0
     num_failed: int = 0

@@ -95,12 +95,12 @@ class Mover:
         return len(self._incoming) + len(self._outgoing) + len(self._jobs)
 
     def take_notes(self) -> list[Note]:
-        """For the step loop, in order, since the last call."""
+        """Returns the notes for the step loop, in order, since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     def take_news(self) -> list[RequestOutput]:
-        """For clients, since the last call."""
+        """Returns the events for clients since the last call."""
         news, self._news = self._news, {}
         return [RequestOutput(request_id=request_id, events=events) for request_id, events in news.items()]
 

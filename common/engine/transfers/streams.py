@@ -256,8 +256,8 @@ class Outgoing(BlockStream):
         return Batch(_join(waiting), None)
 
     def take_digests(self) -> list[bytes]:
-        """Those of the blocks that `num_saved_tokens` covers and that were not reported; empty: the store verifies
-        them."""
+        """Returns the digests of the blocks that `num_saved_tokens` covers and that were not reported; empty: the store
+        verifies them."""
         return []
 
 

@@ -44,7 +44,7 @@ _MEASURED_TOKENS = 256
 
 
 class Key(NamedTuple):
-    """What the draft model has computed in a block."""
+    """The content of a block of the draft model."""
 
     block_hash: BlockHash
     first: int  # block of its request that the draft model began with
@@ -66,11 +66,11 @@ class Drafted:
     num_passed_over: int = 0  # times that only others caught up
 
     def key(self, number: int) -> Key:
-        """Of one of its blocks, once that is full."""
+        """Returns the key of one of its blocks, once that is full."""
         return Key(self.hashes[self.first + number], self.first)
 
     def add_hashes(self, token_ids: Sequence[int] | npt.NDArray[np.int64], block_size: int) -> None:
-        """Those of blocks that are full of the tokens, which are the request's, all of them."""
+        """Adds the hashes of blocks that are full of the tokens, which are the request's, all of them."""
         start = len(self.hashes) * block_size
         if len(token_ids) >= start + block_size:
             parent = self.hashes[-1] if self.hashes else self.root
@@ -311,7 +311,7 @@ class DraftModel:
         return start
 
     def _set_keys(self, request: Drafted) -> None:
-        """Of blocks that are full of what was computed of the request's own tokens."""
+        """Sets the keys of blocks that are full of what was computed of the request's own tokens."""
         num_computed = int(self._runner.table.num_computed_tokens[request.row])
         num_full = min(num_computed, request.num_known) // self._block_size
         if num_full > request.num_keyed:

@@ -1,4 +1,4 @@
-"""What a model's head takes of each token that the model computes, beside the token itself.
+"""Features: the input of a model's head for each token that the model computes, beside the token itself.
 
 Features are under the block ids of the model's first KV group, as KV is, but never leave the pod. Those of a block are
 there if the model has computed all of its tokens here. KV that came from elsewhere, by a handoff, a migration or from a
@@ -29,12 +29,12 @@ class Features:
         self._keys: list[BlockHash | None] = [None] * num_blocks
 
     def write(self, batch: PackedBatch) -> None:
-        """Those of the tokens that the model has computed last."""
+        """Writes the features of the tokens that the model has computed last."""
         states = self._states.of_last(len(batch.input_ids))
         self.by_slot.index_copy_(0, batch.attention.slot_mapping, self._head.fuse(states))
 
     def begin_step(self, step: SchedulerOutput) -> None:
-        """What the step's blocks will hold is another request's, or not complete."""
+        """Forgets the features of blocks that will hold another request's, or are not complete."""
         if step.forgets_outputs:
             self._keys = [None] * len(self._keys)
         for new in step.new_requests:

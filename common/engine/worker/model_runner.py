@@ -111,7 +111,7 @@ class ModelRunner:
 
     @property
     def block_tables(self) -> dict[RequestId, list[list[int]]]:
-        """Of each request that it knows, in each KV group."""
+        """The blocks of each request that it knows, in each KV group."""
         return self._table.block_ids
 
     @property
@@ -269,7 +269,7 @@ class ModelRunner:
 
     @property
     def _passed_dtype(self) -> torch.dtype:
-        """Of what goes from stage to stage."""
+        """The type of the numbers that go from stage to stage."""
         return self._loaded.dtype if self._loaded.decoder is None else torch.float32
 
     def _run_recorded(self, recorded: RecordedDecodes, inputs: DecodeInputs) -> torch.Tensor | None:

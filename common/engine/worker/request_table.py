@@ -163,7 +163,7 @@ class RequestTable:
         self.version += 1
 
     def contexts(self, request_ids: Iterable[RequestId]) -> list[Context]:
-        """What a proposer may know of those requests that it knows and that have not turned it off."""
+        """Returns the proposer's views of those requests that it knows and that have not turned it off."""
         rows = self._rows
         known = [(each, rows[each]) for each in request_ids if each in rows]
         return [self._context(each, row) for each, row in known if self._params[row].speculative]
@@ -193,7 +193,7 @@ class RequestTable:
         return Draws(stream_keys(self._mixed_seeds[rows], positions), self._draw_params[rows])
 
     def penalties(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Penalties | None:
-        """What comes before that, if tokens so far change logits of any of the rows."""
+        """Returns the penalties, which come before that, if tokens so far change logits of any of the rows."""
         penalised = np.flatnonzero(self.is_penalised[rows])
         if not len(penalised):
             return None

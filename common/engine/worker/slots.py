@@ -80,7 +80,7 @@ class SlotHeads:
         ]
 
     def loaded(self, slots: Sequence[int]) -> bytes:
-        """What the rank loads of these slots."""
+        """Returns the content of these slots that the rank loads."""
         return _pack(self._loaded, slots)
 
     def put_loaded(self, slots: Sequence[int], content: bytes) -> None:
@@ -88,7 +88,7 @@ class SlotHeads:
         _unpack(self._loaded, slots, content)
 
     def saved(self, slots: Sequence[int]) -> bytes:
-        """What the rank has saved to these slots."""
+        """Returns the content that the rank has saved to these slots."""
         return _pack(self._saved, slots)
 
     def put_saved(self, slots: Sequence[int], content: bytes) -> None:

@@ -336,7 +336,7 @@ class Worker:
 
     @property
     def _draft_bytes_per_block(self) -> int:
-        """Of the draft model's KV, and the features that a head takes, beside the model's."""
+        """Bytes of the draft model's KV, and of the features that a head takes, beside the model's."""
         loaded, block_size = self._draft_loaded, self._config.cache.block_size
         if loaded is None:
             return 0

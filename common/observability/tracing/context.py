@@ -51,7 +51,7 @@ class TraceContext:
 
 
 class RemoteParent(NamedTuple):
-    """What the headers of a call say."""
+    """The parent that the headers of a call name."""
 
     trace_id: str
     span_id: str

@@ -1,4 +1,4 @@
-"""Where spans go: a file, the console, or OTLP. Each exporter is used by one thread."""
+"""Exporters of spans: to a file, the console, or OTLP. Each is used by one thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FileExporter:
 
 
 class ConsoleExporter:
-    """For people: one line per span."""
+    """Writes for people: one line per span."""
 
     name = "console"
 

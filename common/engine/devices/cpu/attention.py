@@ -32,7 +32,7 @@ _NUMBERS_PER_TOKEN = 32  # that attending to one token's head is worth, in numbe
 
 
 class _Part(NamedTuple):
-    """Of a step's batch."""
+    """A part of a step's batch."""
 
     batch: AttentionMetadata
     chunks: list[Chunk]

@@ -83,7 +83,7 @@ class CompiledSampler:
 
 @dataclass(frozen=True)
 class _Race:
-    """What is known of a race between the tokens of each row."""
+    """The state of a race between the tokens of each row."""
 
     logits: torch.Tensor
     bounds: _Floats
@@ -127,8 +127,8 @@ def can_sample(dtype: torch.dtype) -> bool:
 
 
 def checked_sampler(num_tokens: int, dtype: torch.dtype) -> CompiledSampler:
-    """For a vocabulary. Raises ModelLoadError if the kernels compute something else than torch, or whatever a compiler
-    raises."""
+    """Returns a sampler for a vocabulary. Raises ModelLoadError if the kernels compute something else than torch, or
+    whatever a compiler raises."""
     logits = torch.randn(2, num_tokens, generator=torch.Generator().manual_seed(0)).to(dtype)
     keys, params = np.arange(2), np.array([[1.0, 0, 1, -np.inf], [0.0, 0, 1, -np.inf]], dtype=np.float32)
     noise = gumbel_noise(torch.from_numpy(keys[:1, None]), torch.arange(num_tokens)[None])

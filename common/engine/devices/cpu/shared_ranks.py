@@ -144,7 +144,7 @@ class SharedRanks:
         self._meet.run(1, 1)
 
     def difference(self) -> str:
-        """What the group computes otherwise, on random numbers; empty: nothing."""
+        """Names the differences between the group's sums and its own, on random numbers; empty: there are none."""
         generator = torch.Generator().manual_seed(self.rank)
         found = []
         for dtype in _DTYPES:
@@ -244,7 +244,7 @@ class _Calls:
 
 
 def _offer(group: Ranks, stack: contextlib.ExitStack) -> bytes:
-    """What finds the first rank's memory, until the stack is closed: a token, which stands behind it, and its path.
+    """Offers the first rank's memory until the stack is closed: returns a token, which stands behind it, and its path.
     Empty if there is none."""
     offer = b""
     if group.rank == 0:

@@ -201,7 +201,7 @@ def _is_tiled(linear: nn.Linear, blocks: _Blocks) -> bool:
 
 
 def blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:
-    """Where the packed weight is, if it has the layout of a kernel."""
+    """Returns the packed weight's blocks, if it has the layout of a kernel."""
     if packed is None or not all(hasattr(torch.ops.mkldnn, name) for name in ("data_ptr", "_nbytes")):
         return None
     num_bytes = torch.ops.mkldnn._nbytes(packed)  # noqa: SLF001

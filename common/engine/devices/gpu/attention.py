@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a layer's kernels are compiled for."""
+    """The constants that a layer's kernels are compiled for."""
 
     num_heads: int
     scale: float
@@ -276,7 +276,7 @@ def cut_chunks(batch: AttentionMetadata, num_tokens: int) -> np.ndarray[Any, np.
 
 
 def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """For one query token of each sequence. Found with `benchmarks.gpu_kernels --sweep` on an H100."""
+    """Returns the tile for one query token of each sequence. Found with `benchmarks.gpu_kernels --sweep` on an H100."""
     rows = max(_MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(rows, 32 if head_dim <= 64 else 16, 4, 2)
@@ -284,7 +284,7 @@ def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
 
 
 def chunk_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """For chunks of prompts; see `decode_tile`."""
+    """Returns the tile for chunks of prompts; see `decode_tile`."""
     least = max(_MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(max(least, 32), 32, 4, 2) if head_dim <= 64 else Tile(max(least, 32), 16, 8, 2)
@@ -294,8 +294,8 @@ def chunk_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
 
 
 def batch_invariant_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """For decodes and chunks alike. The kernel takes as many keys at a time where it masks some, which it does with up
-    to 64."""
+    """Returns the tile for decodes and chunks alike. The kernel takes as many keys at a time where it masks some, which
+    it does with up to 64."""
     least = max(_MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(least, 32 if head_dim <= 64 else 16, 4, 2)

@@ -58,12 +58,12 @@ class Chunk:
 
     @property
     def num_tokens(self) -> int:
-        """Of the query."""
+        """The number of query tokens."""
         return self.end - self.start
 
 
 def chunks_of(batch: AttentionMetadata) -> list[Chunk]:
-    """What follows the decodes."""
+    """Returns the chunks, which follow the decodes."""
     return [
         Chunk(i, batch.query_start[i], batch.query_start[i + 1], batch.seq_lens[i])
         for i in range(batch.num_decodes, len(batch.seq_lens))

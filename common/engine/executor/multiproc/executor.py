@@ -270,8 +270,8 @@ class MultiprocExecutor:
         return self._ranks[-self._config.parallel.tensor_parallel_size]
 
     def _note(self, outcomes: Mapping[RequestId, Outcome]) -> None:
-        """Of the step that has ended, for the stages that have not sampled. Those of a request that was dropped since
-        it began are not for one of the same id that came after it."""
+        """Notes the outcomes of the step that has ended, for the stages that have not sampled. Those of a request that
+        was dropped since it began are not for one of the same id that came after it."""
         left = self._left.popleft()
         for request_id, outcome in outcomes.items():
             if request_id not in left:
@@ -606,7 +606,7 @@ def check_models(digests: Sequence[bytes], ranks_per_node: int) -> None:
 
 
 def join_facts(by_rank: Sequence[ModelFacts]) -> ModelFacts:
-    """What holds of the model on all ranks. Raises ModelLoadError if they have not loaded the same."""
+    """Returns the facts of the model on all ranks. Raises ModelLoadError if they have not loaded the same."""
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
         for field in fields(ModelFacts):

@@ -36,8 +36,8 @@ class Link(Generic[_Message]):
         self._channel.send(encode(message))
 
     def messages(self) -> Iterator[_Message]:
-        """What comes, other than Alive. Says that this end is alive meanwhile. Raises EngineDeadError when the other
-        end is gone."""
+        """Yields messages other than Alive. Says that this end is alive meanwhile. Raises EngineDeadError when the
+        other end is gone."""
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         heard = told = time.monotonic()

@@ -89,7 +89,7 @@ class IdentifyModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Identified(msgspec.Struct, frozen=True, tag=True):
-    """What must be the same on all ranks."""
+    """The facts that must be the same on all ranks."""
 
     digest: bytes  # of the model's files
     rendezvous: str  # of the first rank, if there are several machines; see LoadModel
@@ -123,7 +123,7 @@ class EndStart(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDigest(msgspec.Struct, frozen=True, tag=True):
-    """Of a rank whose memory the first one does not see; see RankDigests."""
+    """The digest of a rank whose memory the first one does not see; see RankDigests."""
 
     number: int
     digest: int
@@ -224,19 +224,19 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
-    """What is wrong on this rank, one line each."""
+    """The problems on this rank, one line each."""
 
     violations: list[str]
 
 
 class OwnFigures(msgspec.Struct, frozen=True, tag=True):
-    """What the rank has done so far."""
+    """The rank's work so far."""
 
     figures: RankFigures
 
 
 class LogLine(msgspec.Struct, frozen=True, tag=True):
-    """What a rank has logged."""
+    """A line of a rank's log."""
 
     level: int
     logger: str

@@ -26,7 +26,7 @@ def start_rank(rank: int, num_ranks: int, calls: socket, inherited: tuple[int, .
 
 
 def describe_exit(code: int) -> str:
-    """What a process has done that ended with this code."""
+    """Describes the end of a process with this code."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 

@@ -1,4 +1,4 @@
-"""Where ranks find each other: a file, if they are on one machine, else a store that the first rank hosts."""
+"""Ranks find each other: by a file, if they are on one machine, else by a store that the first rank hosts."""
 
 from __future__ import annotations
 

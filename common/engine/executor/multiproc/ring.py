@@ -26,7 +26,7 @@ _ELSEWHERE = 0  # length that stands for a message that comes over the channel
 
 
 class RingDescriptors(NamedTuple):
-    """What a reader inherits."""
+    """The descriptors that a reader inherits."""
 
     memory: int
     filled: int  # slots that it has to read
@@ -53,7 +53,7 @@ class RingWriter:
         ]
 
     def descriptors(self, reader: int) -> RingDescriptors:
-        """Those that the process of this reader inherits."""
+        """Returns the descriptors that the process of this reader inherits."""
         return self._descriptors[reader]
 
     def write(self, message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a rank tells of itself: see RankFigures."""
+"""A rank's figures of itself: see RankFigures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMORY = "/proc/self/statm"  # pages; the second is resident ones
 
 
 class StepClock:
-    """Where the time of steps goes. Used by the thread that runs steps."""
+    """Adds up the time of steps. Used by the thread that runs steps."""
 
     def __init__(self, rank: int) -> None:
         self.device = ""  # once the model is loaded

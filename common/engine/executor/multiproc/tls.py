@@ -101,14 +101,14 @@ class TlsStream:
 
 
 def server_context(config: NodeTlsConfig) -> ssl.SSLContext:
-    """That of machine 0. Raises ConfigError."""
+    """Returns the context of machine 0. Raises ConfigError."""
     context = _context(config, ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # which the other end would take for a message that comes
     return context
 
 
 def client_context(config: NodeTlsConfig) -> ssl.SSLContext:
-    """That of the others. Raises ConfigError."""
+    """Returns the context of the other machines. Raises ConfigError."""
     return _context(config, ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -104,7 +104,7 @@ class RankWorker(Protocol):
         """Gives the same results on all ranks of the last stage, and none on others."""
 
     def check(self, known: KnownRequests) -> list[str]:
-        """What is wrong on this rank. Called between steps."""
+        """Returns the problems on this rank. Called between steps."""
 
     def close(self) -> None:
         """Idempotent."""

@@ -18,7 +18,7 @@ _HIDDEN = -1e30  # score of a token that is not attended to
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the code of an attention kernel depends on."""
+    """The shapes that the code of an attention kernel depends on."""
 
     element: ElementType  # of the KV cache, queries and results
     num_layers: int
@@ -263,7 +263,8 @@ def _attend(
 
 
 class _State:
-    """Of a softmax under way, for each query head of a group; in memory of the thread, which stays in its cache."""
+    """The state of a softmax under way, for each query head of a group; in memory of the thread, which stays in its
+    cache."""
 
     def __init__(self, b: Builder, shape: CacheShape) -> None:
         self._b = b
@@ -294,7 +295,7 @@ class _State:
         sums.store(sums.load(self._tile) * factor + weights)
 
     def final_factor(self, head: Value, sink: Value | None) -> Value:
-        """What the total of a head is multiplied with in the end."""
+        """Returns the factor of a head's total in the end."""
         b = self._b
         sums = self._sums.at(head * self._tile).load(self._tile)
         total = b.sum(sums)
@@ -321,7 +322,7 @@ def _dots(b: Builder, query: Pointer, keys: Pointer, dim: int, tile: int) -> Val
     parts = [query.at(i).load(lanes) for i in range(0, dim, lanes)]
 
     def products(key: int) -> Value:
-        """Whose sum is the product with one key."""
+        """Returns numbers whose sum is the product with one key."""
         total = b.number(0.0, lanes)
         for i, part in enumerate(parts):
             total = b.fma(part, keys.at(key * dim + i * lanes).load(lanes), total)

@@ -89,7 +89,7 @@ def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) ->
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What a task reads and writes: of one sequence."""
+    """The arguments of a task: those of one sequence."""
 
     cache: Pointer
     query: Pointer
@@ -131,7 +131,7 @@ class _Rows(ABC):
 
     @property
     def places(self) -> range:
-        """Where each vector of rows begins."""
+        """The beginnings of vectors of rows."""
         return range(0, self.num_rows, MAX_LANES)
 
     @abstractmethod
@@ -148,10 +148,10 @@ class _Rows(ABC):
 
     @abstractmethod
     def _keep(self, weights: Sequence[Value], key: Value, start: int) -> None:
-        """Of `keys_per_turn` keys."""
+        """Keeps the weights of `keys_per_turn` keys."""
 
     def _position(self, row: Value) -> Value:
-        """Of the token of a row, in its sequence."""
+        """Returns the position of a row's token, in its sequence."""
         return self._first_position + (self._first + row) // self.shape.group
 
     def place(self, row: Value) -> tuple[Value, Value]:
@@ -291,7 +291,7 @@ class _Rows(ABC):
                 target.at(i).store(self._plain.at(row * dim + i).load(MAX_LANES))
 
     def _final_factor(self, start: int) -> Value:
-        """What totals are multiplied with in the end."""
+        """Returns the factor of totals in the end."""
         b = self.b
         sums = self._sums.at(start).load(MAX_LANES)
         if not self._scores.has_sinks:
@@ -366,7 +366,7 @@ class _Sums:
                 sum_.set(self._b.fma(broadcast, vector, sum_.get()))
 
     def store(self, memory: Pointer, first: Value, width: int) -> None:
-        """As rows of the memory, from the row `first` on."""
+        """Stores the sums as rows of the memory, from the row `first` on."""
         for i, row in enumerate(self._sums):
             for vector, sum_ in enumerate(row):
                 memory.at((first + i) * width + vector * MAX_LANES).store(sum_.get())
@@ -442,7 +442,7 @@ class _TiledRows(_Rows):
             multiply_tiles(self.b, register, self._LEFT, self._RIGHT)
 
     def _pair_values(self, runs: Sequence[Pointer], first: Value) -> None:
-        """Of 16 numbers of the values."""
+        """Pairs 16 numbers of the values."""
         b, dim, half = self.b, self.shape.head_dim, self.num_keys // 2
         pairs = [
             load_interleaved(run.at(first + token * dim), run.at(first + (token + 1) * dim))

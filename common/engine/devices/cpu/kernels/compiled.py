@@ -228,7 +228,7 @@ def _compile(module: ir.Module) -> Any:
 
 
 def _machine_code(text: str) -> bytes:
-    """Of a module, as an object file."""
+    """Compiles a module into an object file."""
     parsed = binding.parse_assembly(text)
     parsed.verify()
     target = _target_machine()
@@ -242,7 +242,7 @@ def _machine_code(text: str) -> bytes:
 
 @cache
 def _compiler() -> list[str]:
-    """What machine code depends on beside the module."""
+    """Names all that machine code depends on beside the module."""
     llvm = ".".join(map(str, binding.llvm_version_info))
     steps = [inspect.getsource(_machine_code), inspect.getsource(_target_machine)]
     processor = [binding.get_host_cpu_name(), _features()]
@@ -250,7 +250,7 @@ def _compiler() -> list[str]:
 
 
 def _features() -> str:
-    """Of the processor, as far as kernels use them."""
+    """Names the processor's features, as far as kernels use them."""
     features = binding.get_host_cpu_features()
     if features.get("avx512f"):
         features["prefer-256-bit"] = False  # LLVM's default for some processors halves the vectors

@@ -47,7 +47,7 @@ class ElementType(enum.Enum):
 
 
 def element_type_of(dtype: torch.dtype) -> ElementType:
-    """Of a tensor's numbers."""
+    """Returns the type of a tensor's numbers."""
     return _ELEMENT_TYPES[dtype]
 
 
@@ -95,11 +95,11 @@ class Value:
         return self._apply("fdiv", "sdiv", other)
 
     def __floordiv__(self, other: Operand) -> Value:
-        """Of integers that are not negative."""
+        """Divides integers that are not negative."""
         return self._apply("fdiv", "udiv", other)
 
     def __mod__(self, other: Operand) -> Value:
-        """Of integers that are not negative."""
+        """Returns the remainder of integers that are not negative."""
         return self._apply("frem", "urem", other)
 
     def __lt__(self, other: Operand) -> Value:
@@ -116,7 +116,7 @@ class Value:
         return Value(self._builder, self._builder.ir.xor(mine.node, its.node))
 
     def __rshift__(self, count: int) -> Value:
-        """Of an integer's bits: zeros come in from above."""
+        """Shifts an integer's bits: zeros come in from above."""
         mine, its = self._builder.matched(self, count)
         return Value(self._builder, self._builder.ir.lshr(mine.node, its.node))
 
@@ -412,7 +412,7 @@ class Builder:
         return self.select(value < -126.0, 0.0, sum_ * self._power_of_two(power))
 
     def _power_of_two(self, power: Value) -> Value:
-        """Of whole numbers from -126 to 127."""
+        """Returns 2 to the power of whole numbers from -126 to 127."""
         exponent = self.ir.fptosi(power.node, like(INT32, power.lanes))
         biased = self.ir.add(exponent, constant(INT32, 127, power.lanes))
         bits = self.ir.shl(biased, constant(INT32, 23, power.lanes))

@@ -110,7 +110,7 @@ def collect_kernel(element: ElementType, rank: int, size: int) -> Kernel:
 
 
 def memory_bytes(size: int) -> int:
-    """Of what so many ranks share."""
+    """Returns the size of the memory that so many ranks share."""
     return _header_bytes(size) + 2 * size * SLOT_BYTES
 
 

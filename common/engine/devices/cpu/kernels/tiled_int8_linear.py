@@ -72,8 +72,8 @@ def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> Kernel:
 
 @cache
 def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> Kernel:
-    """As `few_int8_rows_kernel`, for up to MAX_ROWS rows; in_features is a multiple of `piece`, `whole` and `rest` are
-    as `each_tile_rows` says."""
+    """Makes a `few_int8_rows_kernel` for up to MAX_ROWS rows; in_features is a multiple of `piece`; `each_tile_rows`
+    describes `whole` and `rest`."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weight = a.weight.at(task * a.in_features * BLOCK)

@@ -63,8 +63,8 @@ def tiled_linear_kernel(block: int, *, has_bias: bool) -> Kernel:
 
 @cache
 def tiled_gated_linear_kernel(block: int, *, has_bias: bool) -> Kernel:
-    """As `tiled_linear_kernel`, but out = silu(gate) * up [num_rows, out_features / 2]: gate and up are the halves of
-    the layer's outputs. A task has one block of each; out_features / 2 is a multiple of `block`."""
+    """Makes a `tiled_linear_kernel` with out = silu(gate) * up [num_rows, out_features / 2]: gate and up are the halves
+    of the layer's outputs. A task has one block of each; out_features / 2 is a multiple of `block`."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
         gates, ups = b.scratch(MAX_TILE_ROWS * block), b.scratch(MAX_TILE_ROWS * block)
@@ -83,7 +83,8 @@ def tiled_gated_linear_kernel(block: int, *, has_bias: bool) -> Kernel:
 
 
 class _Layer:
-    """What the kernels share: MAX_TILE_ROWS rows at a time are multiplied with a block of the weight, then written."""
+    """The shared part of the kernels: MAX_TILE_ROWS rows at a time are multiplied with a block of the weight, then
+    written."""
 
     def __init__(self, b: Builder, a: Any, task: Value, block: int, num_blocks: Value) -> None:
         self._b = b

@@ -48,7 +48,8 @@ def configuration(num_rows: int) -> torch.Tensor:
 
 
 def rest_configuration(num_rows: int) -> torch.Tensor:
-    """That of the rows beyond the last multiple of MAX_TILE_ROWS; of MAX_TILE_ROWS if there are none."""
+    """Returns the configuration of the rows beyond the last multiple of MAX_TILE_ROWS; of MAX_TILE_ROWS if there are
+    none."""
     return configuration(num_rows % MAX_TILE_ROWS or MAX_TILE_ROWS)
 
 
