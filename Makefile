@@ -94,7 +94,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m docs_site.docstrings baton cli common decode_service deploy docs_site kv_store loadgen planning prefill_service router
+	$(BIN)/python -m docs_site.docstrings baton benchmarks cli common decode_service deploy docs_site kv_store loadgen planning prefill_service router
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -54,7 +54,7 @@ THROUGHPUT_PROMPTS, THROUGHPUT_PROMPT_TOKENS, THROUGHPUT_TOKENS = 32, 256, 64
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What to run and which figure of it to take."""
+    """A run, and the figure to take of it."""
 
     name: str
     unit: str
@@ -263,7 +263,7 @@ def run_measure(name: str, measure: Measure, baton: Generator, hf: Generator, vo
 
 
 def describe_machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Returns the facts of the machine on which the figures depend."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "processor": _processor(),

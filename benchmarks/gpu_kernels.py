@@ -105,7 +105,7 @@ def decode_bytes(num_seqs: int, seq_len: int) -> int:
 
 
 def chunk_operations(num_query: int, num_before: int) -> float:
-    """Of the products with the keys and values that are seen."""
+    """Counts operations of the products with the keys and values that are seen."""
     seen = num_query * num_before + num_query * (num_query + 1) / 2
     return 4 * seen * HEADS * HEAD_DIM
 

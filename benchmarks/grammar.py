@@ -1,4 +1,4 @@
-"""What structured output costs: `python -m benchmarks.engine --grammar`.
+"""Measures the cost of structured output: `python -m benchmarks.engine --grammar`.
 
 mask       gap between two tokens of a batch of 32, all free, and all bound to a schema of 2 KB, in turn
 compile    gaps between steps of 8 free streams while schemas of 2 KB that no cache knows are compiled, and without

@@ -1,4 +1,4 @@
-"""What `baton plan` predicts, next to what a real cluster does.
+"""Compares the predictions of `baton plan` with a real cluster.
 
     python -m benchmarks.plan [--paced] [--repeats N] [--requests N] [--markdown FILE]
 
@@ -83,7 +83,7 @@ class Row(NamedTuple):
 
     @property
     def errors(self) -> list[float]:
-        """Of the predictions, as shares of what was measured."""
+        """Errors of the predictions, as shares of what was measured."""
         return [predicted / measured - 1 for predicted, measured in zip(self.predicted, self.measured, strict=True)]
 
 
@@ -117,7 +117,7 @@ def main() -> int:
 
 
 def _profile(model: Model, scratch: Path) -> EngineProfile:
-    """Of one thread on one core."""
+    """Returns the profile of one thread on one core."""
     output = scratch / "profile.json"
     command = [sys.executable, "-m", "cli.main", "profile-engine", str(model.directory), "--num-threads", "1"]
     command += ["--seconds", str(_PROFILE_S), "--output", str(output)]

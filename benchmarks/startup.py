@@ -200,7 +200,7 @@ def _await_line(process: subprocess.Popen[str], what: str) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of the process and all below it; a process that has ended counts nothing."""
+    """Returns the processor time of the process and all below it; a process that has ended counts nothing."""
     total = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)

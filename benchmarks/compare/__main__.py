@@ -139,7 +139,7 @@ def _counting(model: str, scratch: Path) -> Path:
 
 
 def _checkpoints(directory: Path, precision: Precision, names: Sequence[str], scratch: Path) -> dict[str, Checkpoint]:
-    """Of the sides that take part, in their order."""
+    """Returns the checkpoints of the sides that take part, in their order."""
     return {name: checkpoint_of(name, directory, precision, scratch) for name in names if precision.suits(name)}
 
 

@@ -56,7 +56,7 @@ def offline_config(
     batch_invariant: bool = False,
     speculative: str | None = None,
 ) -> EngineConfig:
-    """As for offline generation: no stream waits for a step."""
+    """Returns the configuration of offline generation: no stream waits for a step."""
     return EngineConfig(
         model=ModelConfig(model=directory, dtype=dtype, quantization=quantization, batch_invariant=batch_invariant),
         cache=CacheConfig(

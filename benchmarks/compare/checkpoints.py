@@ -1,4 +1,4 @@
-"""What the sides load: the same weights in each precision.
+"""Checkpoints for the sides: the same weights in each precision.
 
 Baton rounds weights to int8 as it loads a model. vLLM loads a checkpoint whose weights are int8 already; it is written
 here in the format of compressed-tensors, with the same rounding. vLLM's int8 kernels for CPUs multiply int8 with int8
@@ -74,7 +74,7 @@ PRECISIONS = {
 
 
 class Checkpoint(NamedTuple):
-    """What a side loads, and how."""
+    """A side's checkpoint, and how it is loaded."""
 
     directory: Path
     dtype: str

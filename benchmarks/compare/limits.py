@@ -1,4 +1,4 @@
-"""What the machine could do at most: how fast it reads memory, and multiplies matrices."""
+"""Measures the machine's limits: how fast it reads memory, and multiplies matrices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPEATS = 9
 
 
 class Limits(NamedTuple):
-    """Of the machine, for one type of numbers."""
+    """The limits of the machine, for one type of numbers."""
 
     dtype: str  # that is multiplied
     read_bytes_per_s: float
@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a model must read and multiply."""
+    """The numbers that a model must read and multiply."""
 
     vocab_size: int
     weight_bytes: int  # of a decode step, whatever its batch
@@ -67,7 +67,7 @@ def measure_limits(dtype: str) -> Limits:
 
 
 def work_of(directory: Path, precision: Precision) -> Work:
-    """Of a model of the Llama kind, from its config.json."""
+    """Returns the work of a model of the Llama kind, from its config.json."""
     config = json.loads((directory / "config.json").read_text())
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads

@@ -25,7 +25,7 @@ def _random_prompt(source: random.Random, vocab_size: int, num_tokens: int) -> l
 
 
 class Measure(NamedTuple):
-    """What to run, and which figure of it to take."""
+    """A run, and the figure to take of it."""
 
     name: str
     unit: str

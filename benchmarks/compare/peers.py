@@ -35,7 +35,7 @@ class Python(NamedTuple):
 
 
 def python_of(name: str) -> Python | None:
-    """Where a side runs; None if it is not installed."""
+    """Returns the interpreter of a side; None if it is not installed."""
     if not name.startswith("vllm"):
         return Python(sys.executable, {})
     interpreter = PEERS / "bin" / "python"

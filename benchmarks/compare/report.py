@@ -35,7 +35,7 @@ _SERVING = {
 
 
 def median(row: Row, name: str) -> float:
-    """Of a side's repeats."""
+    """Returns the median of a side's repeats."""
     return statistics.median(row.figures[name])
 
 
@@ -96,7 +96,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _tokens(row: Row) -> str:
-    """Whose tokens are not Baton's."""
+    """Names the sides whose tokens are not Baton's."""
     different = [
         _TITLES[name] + " (by design)" * (name == "vllm" and row.precision == "int8")
         for name, same in row.same_tokens.items()

@@ -24,7 +24,7 @@ _FIGURES = ("output_throughput", "median_ttft_ms", "median_itl_ms", "p99_itl_ms"
 
 
 class Load(NamedTuple):
-    """What clients send: so many streams at once, and beside them, perhaps, long prompts every so often."""
+    """The clients' load: so many streams at once, and beside them, perhaps, long prompts every so often."""
 
     name: str
     pods: str  # of Baton: prefill and decode

@@ -1,4 +1,4 @@
-"""What is compared: one process each, which loads a model once and answers orders, one line of JSON each.
+"""Sides of a comparison: one process each, which loads a model once and answers orders, one line of JSON each.
 
 The processes live side by side and take turns; one without an order waits for the next line and computes nothing. This
 module needs the standard library only, as a side may run in a Python environment of its own.

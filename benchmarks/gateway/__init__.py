@@ -1,1 +1,1 @@
-"""What each API of the gateway costs the router, next to an older checkout."""
+"""Measures the cost of each API of the gateway to the router, next to an older checkout."""

@@ -1,4 +1,4 @@
-"""What each API of the gateway costs the router, with pods that answer at once.
+"""Measures the cost of each API of the gateway to the router, with pods that answer at once.
 
     python -m benchmarks.gateway [--before DIR | --timelines] [--markdown FILE] [--json FILE] [--quick] 2>/dev/null
 

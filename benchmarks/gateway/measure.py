@@ -60,12 +60,12 @@ class Results:
 
     @property
     def medians(self) -> dict[str, Cost]:
-        """Of this checkout."""
+        """Medians of this checkout."""
         return {name: _median(costs) for name, costs in self.now.items()}
 
     @property
     def medians_before(self) -> dict[str, Cost]:
-        """Of the older one."""
+        """Medians of the older one."""
         return {name: _median(costs) for name, costs in self.before.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What is asked of each API, and what the pods answer. Prompt and answer are those of benchmarks.router."""
+"""Requests to each API, and the pods' answers. Prompt and answer are those of benchmarks.router."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What is measured with one start of the router."""
+    """The cases of one start of the router."""
 
     cases: tuple[Case, ...]
     answer: str = ANSWER  # of the pods, again and again until it is as long as asked for

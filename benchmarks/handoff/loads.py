@@ -1,4 +1,4 @@
-"""What is asked of a running cluster, and what came of it. All times are seconds."""
+"""Loads on a running cluster, and their outcomes. All times are seconds."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Taken:
 
 @dataclass(slots=True)
 class Results:
-    """Of both sides."""
+    """The results of both sides."""
 
     taken: dict[str, Taken]  # by name of the side
     copy_s: float = 0.0  # of the KV of a probe
@@ -249,7 +249,7 @@ class Driver:
 
 
 def as_json(results: Results) -> dict[str, object]:
-    """For a file."""
+    """Returns the results for a file."""
     sides = {name: asdict(taken) for name, taken in results.taken.items()}
     for taken in sides.values():
         taken["handoffs"] = [cell._asdict() | each for cell, each in taken["handoffs"].items()]

@@ -1,1 +1,1 @@
-"""What int8 weights cost in quality and gain in speed: see `__main__`."""
+"""Measures the cost of int8 weights in quality and their gain in speed: see `__main__`."""

@@ -1,4 +1,4 @@
-"""What int8 weights cost in quality and gain in speed, next to float32 and bfloat16, in one run.
+"""Measures the cost of int8 weights in quality and their gain in speed, next to float32 and bfloat16, in one run.
 
 python -m benchmarks.int8 [--markdown FILE] [--model DIR --text FILE]
 

@@ -36,7 +36,7 @@ class Weights(NamedTuple):
 
 
 class Quality(NamedTuple):
-    """Of one kind of weights, next to float32."""
+    """The quality of one kind of weights, next to float32."""
 
     weights: Weights
     perplexity: float

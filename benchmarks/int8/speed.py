@@ -27,7 +27,7 @@ class Speed(NamedTuple):
 
     @property
     def medians(self) -> list[float]:
-        """Of each kind of weights."""
+        """Medians of each kind of weights."""
         return [statistics.median(each) for each in self.milliseconds]
 
 
@@ -50,7 +50,7 @@ def measure_speed(model: Path, kinds: Sequence[Weights], repeats: int) -> Iterat
 
 
 class Memory(NamedTuple):
-    """Of a process that loads a model, beyond what it had before."""
+    """The memory of a process that loads a model, beyond what it had before."""
 
     kept_mib: float  # without the pages of files, which embeddings in float32 stay in
     peak_mib: float  # with them

@@ -52,7 +52,7 @@ class DegreeHandoffs:
 
     @property
     def median_s(self) -> float:
-        """Of a handoff."""
+        """The median of a handoff."""
         return statistics.median(self.seconds)
 
 

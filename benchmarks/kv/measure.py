@@ -25,7 +25,7 @@ _CACHES = {False: 4, True: 6}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure."""
+    """The measurements of a run."""
 
     connectors: tuple[str, ...]
     block_bytes: tuple[int, ...]
@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def total_bytes(self) -> int:
-        """Of all handoffs of a run."""
+        """Bytes of all handoffs of a run."""
         return self.block_bytes * self.num_blocks * self.num_handoffs
 
     @property
@@ -153,7 +153,7 @@ def _measure_pair(
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """What runs the modes. `stock`: a pair for NIXL as it comes, at rest but for its runs, as its threads never are."""
+    """Runs the modes. `stock`: a pair for NIXL as it comes, at rest but for its runs, as its threads never are."""
 
     pair: Pair
     stock: Pair | None

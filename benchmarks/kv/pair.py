@@ -76,7 +76,7 @@ class Pair:
         return Checked(produced.content == consumed.content, produced.rss_growth, consumed.rss_growth)
 
     def stop(self) -> None:
-        """Until `go_on` the sides take no part of any core."""
+        """Stops the sides: until `go_on` they take no part of any core."""
         for process in self._processes:
             process.send_signal(signal.SIGSTOP)
 

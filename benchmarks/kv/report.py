@@ -247,7 +247,7 @@ def _staging_table(stagings: Sequence[Staging]) -> list[str]:
 
 
 def describe_machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Returns the facts of the machine on which the figures depend."""
     packages = ("torch", "nixl", "redis", "xxhash")
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

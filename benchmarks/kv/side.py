@@ -48,7 +48,7 @@ class HandoffError(Exception):
 
 
 class Side:
-    """What producer and consumer have in common."""
+    """The base of producer and consumer."""
 
     def __init__(self, control: Link, link: Link, setup: Setup) -> None:
         self._control = control

@@ -1,4 +1,4 @@
-"""What the benchmark and its two sides say to each other: msgpack frames over socket pairs. Nothing is pickled."""
+"""Messages between the benchmark and its two sides: msgpack frames over socket pairs. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """What a side did. Times are monotonic seconds, the same clock on both sides."""
+    """The times of a side's run. They are monotonic seconds, the same clock on both sides."""
 
     times: list[float]  # producer: forward end, one; consumer: runnable, one for each handoff
     cpu_s: float
@@ -97,7 +97,7 @@ class Link:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
     def fileno(self) -> int:
-        """For `select`."""
+        """Returns the descriptor for `select`."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:

@@ -1,1 +1,1 @@
-"""What the load generator of `baton bench` itself costs, and whether its figures are those of another."""
+"""Measures the cost of the load generator of `baton bench`, and compares its figures with another's."""

@@ -1,4 +1,4 @@
-"""What `baton bench serve` costs, and whether its figures are those of `vllm bench serve`.
+"""Measures the cost of `baton bench serve`, and compares its figures with those of `vllm bench serve`.
 
     python -m benchmarks.loadgen [--vllm-bench "vllm bench serve"] [--markdown FILE]
 
@@ -118,7 +118,7 @@ def _agreement(command: str, repeats: int) -> Iterator[str]:
 
 
 def _planned() -> dict[str, float]:
-    """What clients would see of the server if nothing took time but its timetable."""
+    """Returns the figures that clients would see of the server if nothing took time but its timetable."""
     pairs = [timetable(number) for number in range(_REQUESTS)]
     columns = {"ttft": [ttft_s for ttft_s, _ in pairs], "tpot": [gap_s for _, gap_s in pairs]}
     columns["itl"] = columns["tpot"]  # as many gaps of each request

@@ -1,4 +1,4 @@
-"""What one client can do to the streams of another, on one cluster.
+"""Measures the harm that one client can do to the streams of another, on one cluster.
 
     python -m benchmarks.neighbours [--only NAME]... [--seconds 6] [--streams 4] [--layout 1P1D] [--tries 1]
                                     [--markdown FILE] [--quick] [--list]

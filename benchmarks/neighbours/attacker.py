@@ -34,7 +34,7 @@ _LEFT = "left"
 
 
 class Attacker:
-    """What carries out orders."""
+    """Carries out orders."""
 
     def __init__(self, url: str, api_key: str, target: Target) -> None:
         self._address = split_url(url)

@@ -1,4 +1,4 @@
-"""What the attacker sends: one entry for each attack, in the order of the table."""
+"""The attacker's requests: one entry for each attack, in the order of the table."""
 
 from __future__ import annotations
 

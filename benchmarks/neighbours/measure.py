@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
     @property
     def problems(self) -> list[str]:
-        """What the neighbour must not see; empty: it did not."""
+        """Names the figures that are out of bounds for the neighbour; empty: none."""
         sight = self.beside
         found = ["gap"] if self.worst_gap_s > MAX_GAP_S else []
         # What a short answer without a grammar waits for is no matter of grammars.

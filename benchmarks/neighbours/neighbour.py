@@ -43,7 +43,7 @@ _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the neighbour has seen. Times are seconds; those of what had not come in time are as long as it waited."""
+    """The neighbour's measurements. Times are seconds; those of what had not come in time are as long as it waited."""
 
     gaps_s: list[float]  # between tokens of one stream, sorted
     ttfts_s: list[float]  # of short requests, sorted
@@ -62,7 +62,7 @@ class Asked:
 
 
 class Neighbour:
-    """What carries out orders."""
+    """Carries out orders."""
 
     def __init__(self, url: str, api_key: str, model: str) -> None:
         self._client = HttpClient(url, api_key=api_key)
@@ -92,7 +92,7 @@ class Neighbour:
         return {}
 
     async def watch(self, seconds: float) -> dict[str, Any]:
-        """What is seen from now on."""
+        """Measures from now on."""
         self._failures = []
         started = self._client.clock()
         short: list[Asked] = []

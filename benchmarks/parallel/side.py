@@ -62,7 +62,7 @@ class RankMemory:
 
 
 def rank_memory(directory: str, dtype: str) -> list[RankMemory]:
-    """Of the ranks of an engine that has answered once."""
+    """Returns the memory of the ranks of an engine that has answered once."""
     with open_client(directory, dtype, "shared") as client:
         Baton(client).generate([[5] * 128] * 8, 8, lambda _: None)
         ranks = [each for each in psutil.Process().children(recursive=True) if "worker_process" in str(each.cmdline())]

@@ -1,1 +1,2 @@
-"""What the router costs: in front of pods that answer at once, next to sglang-router in front of trivial backends."""
+"""Measures the cost of the router: in front of pods that answer at once, next to sglang-router in front of trivial
+backends."""

@@ -1,4 +1,4 @@
-"""What the router costs, with pods that answer at once, so that only the router is measured.
+"""Measures the cost of the router, with pods that answer at once, so that only the router is measured.
 
     python -m benchmarks.router [--markdown FILE] [--json FILE] [--quick] [--without-rival]
 

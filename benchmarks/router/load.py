@@ -101,7 +101,7 @@ class _Client(asyncio.Protocol):
 
 
 class Load:
-    """What carries out orders."""
+    """Carries out orders."""
 
     def __init__(self) -> None:
         self._streams: list[Stream] = []
@@ -151,7 +151,7 @@ class Load:
         self._num_seen = sum(stream.num_events for stream in self._streams)
 
     async def finish(self) -> dict[str, Any]:
-        """What came until all had ended, since they were open."""
+        """Returns the figures of all streams from when they were open until the last had ended."""
         await asyncio.gather(*self._ends)
         broken = sum(not client.is_complete for client in self._streams)
         if broken:

@@ -32,7 +32,7 @@ class StreamLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """The measurements of a run."""
 
     repeats: int
     concurrency: tuple[int, ...]  # one-token answers at once
@@ -182,7 +182,7 @@ def _medians(samples: Sequence[Sequence[float]]) -> list[float]:
 
 
 def as_json(results: Results) -> dict[str, object]:
-    """For a file."""
+    """Returns the results for a file."""
     return {
         "versions": results.versions,
         **{

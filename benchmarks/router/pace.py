@@ -10,7 +10,7 @@ HOLD = "hold"  # each request gets its first token and then none
 
 
 class Pace:
-    """When the next step comes."""
+    """The times of the next steps."""
 
     def __init__(self) -> None:
         self._step_s = 0.0  # 0: as fast as it goes

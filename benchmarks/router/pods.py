@@ -27,7 +27,7 @@ _MAX_REQUESTS = 1 << 16
 
 
 class _Request:
-    """What is left of one."""
+    """The rest of a request."""
 
     __slots__ = ("index", "request_id", "size")
 

@@ -38,7 +38,7 @@ class Child(AbstractContextManager["Child"]):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     @property
@@ -57,7 +57,7 @@ class Child(AbstractContextManager["Child"]):
         return self._process.poll() is not None
 
     def read_line(self) -> str:
-        """What it says next. Raises ChildEndedError."""
+        """Returns the next line of the process. Raises ChildEndedError."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

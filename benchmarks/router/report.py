@@ -59,7 +59,7 @@ def format_verdict(verdict: Verdict) -> str:
 
 
 def describe_machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Returns the facts of the machine on which the figures depend."""
     packages = ("grpcio", "protobuf", "uvicorn", "uvloop", "httptools", "tokenizers", "msgspec")
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

@@ -1,4 +1,4 @@
-"""What is asked and answered, the same for all systems."""
+"""Requests and answers, the same for all systems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 1 << 17
 
 
 class Call(NamedTuple):
-    """What is asked over HTTP, and how the answer to it ends if it is a stream."""
+    """A request over HTTP, and the end of its answer if that is a stream."""
 
     path: str
     fields: Mapping[str, object]  # of the body
@@ -26,7 +26,7 @@ class Call(NamedTuple):
     stream_end: str  # what the last event has
 
     def body(self, max_tokens: int, *, stream: bool) -> bytes:
-        """Of a request."""
+        """Returns the body of a request."""
         limits = {"model": MODEL, self.limit_field: max_tokens, "stream": stream}
         return json.dumps({**limits, **self.fields}).encode()
 

@@ -134,7 +134,7 @@ def compare(setup: Setup, trace: Trace, policies: Sequence[str]) -> list[Row]:
 
 
 def compare_routers(setup: Setup, trace: Trace, nums: Sequence[int]) -> RouterRow:
-    """What one router makes of a trace, and what several do among which its requests are spread."""
+    """Serves a trace by one router, and by several among which its requests are spread."""
     one, *several = [run(setup, trace, "kv_aware", "auto", num_routers) for num_routers in (1, *nums)]
     return RouterRow(trace.name, one, several)
 

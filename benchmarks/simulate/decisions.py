@@ -32,7 +32,7 @@ _BLOCKS = (10_000, 1_000_000)
 
 
 class Times(NamedTuple):
-    """Of one cluster."""
+    """The times of one cluster."""
 
     num_pods: int
     num_blocks: int  # indexed

@@ -41,7 +41,7 @@ class Overload(NamedTuple):
 
     @property
     def line(self) -> str:
-        """As a table's row."""
+        """Returns the row of a table."""
         figures = [
             f"{self.load:g}",
             self.mode,

@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     @property
     def line(self) -> str:
-        """As a table's row."""
+        """Returns the row of a table."""
         outcome = self.outcome
         figures = [
             f"{outcome.ttft(50) * 1e3:.0f}",
@@ -80,7 +80,7 @@ class RouterRow(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """As rows of a table, one per number of routers."""
+        """Returns rows of a table, one per number of routers."""
         return [
             f"| {self.trace} | {_num_routers(outcome)} | {outcome.ttft(50) * 1e3:.0f} | {outcome.ttft(99) * 1e3:.0f} "
             f"| {outcome.goodput(_GOOD_TTFT_S, _GOOD_TPOT_S):.1f} | {outcome.hit_rate:.1%} "

@@ -50,7 +50,7 @@ _BLOCK_SIZE = 16
 
 
 class Run(NamedTuple):
-    """What the answers to a batch took."""
+    """The time and the counts of the answers to a batch."""
 
     tokens: list[list[int]]
     seconds: float  # from when all have their first token to the last
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all requests."""
+        """The rate of all requests together."""
         return self.num_generated / self.seconds
 
 
@@ -175,7 +175,7 @@ def _long_enough(load: str, words: Words, seed: int, num_tokens: int) -> Text:
 
 
 def rows(model: str, dtype: str, load: str, batch: int, turns: Sequence[dict[str, Run]]) -> Iterator[str]:
-    """Of a table: one per method."""
+    """Yields rows of a table: one per method."""
     for name in [each for each in sorted(turns[0]) if each != OFF]:
         off = statistics.median(turn[OFF].tokens_per_s for turn in turns)
         on = statistics.median(turn[name].tokens_per_s for turn in turns)
@@ -199,7 +199,7 @@ def _short(method: str) -> str:
 
 
 def verify_row(model: str, dtype: str, turns: Sequence[dict[str, Run]]) -> str:
-    """Of the first table."""
+    """Returns a row of the first table."""
     off, on = ([turn[name].seconds / turn[name].num_steps * 1e3 for turn in turns] for name in (OFF, RIGHT))
     ratios = sorted(late / early for early, late in zip(off, on, strict=True))
     drafts = statistics.median(turn[RIGHT].num_verified / turn[RIGHT].num_steps for turn in turns)

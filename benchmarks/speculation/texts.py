@@ -1,4 +1,4 @@
-"""What the requests of the benchmark ask and answer: texts as such requests have them, in words instead of tokens.
+"""Requests and answers of the benchmark: texts as such requests have them, in words instead of tokens.
 
 A model with random weights has nothing to say, so a logits processor has it say these answers.
 """

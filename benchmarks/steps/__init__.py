@@ -1,1 +1,1 @@
-"""What the engine adds to a forward pass; see `python -m benchmarks.steps --help`."""
+"""Measures the engine's share of a step beside the forward pass; see `python -m benchmarks.steps --help`."""

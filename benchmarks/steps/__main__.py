@@ -1,4 +1,4 @@
-"""What the engine adds to the forward pass, per step, and what prefix caching costs that finds nothing.
+"""Measures the engine's share of a step beside the forward pass, and the cost of prefix caching that finds nothing.
 
     python -m benchmarks.steps [--before DIR] [--repeats 9] [--markdown FILE]
 

@@ -61,7 +61,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a load took."""
+    """The times of a load."""
 
     step: Times  # median of the steps that gave every request one token
     total: Times  # arrivals included, as part of schedule
