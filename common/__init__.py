@@ -1,3 +1,3 @@
 """Code that the pods and the router share."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
