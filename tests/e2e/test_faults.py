@@ -107,7 +107,7 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
     ("role", "victim", "number", "said"),
     [
         ("decode", "rank 1", signal.SIGKILL, "rank 1 of 2 was ended by SIGKILL"),
-        ("decode", "rank 1", signal.SIGSTOP, "rank 1 of 2 is stopped"),
+        pytest.param("decode", "rank 1", signal.SIGSTOP, "rank 1 of 2 is stopped", marks=pytest.mark.slow),
         pytest.param("prefill", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by SIGKILL", marks=pytest.mark.slow),
         pytest.param("decode", "driver", signal.SIGKILL, "the engine process", marks=pytest.mark.slow),
         pytest.param("decode", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by", marks=pytest.mark.slow),

@@ -15,7 +15,7 @@ from common.demo_model import DEMO_MODEL_NAME
 from tests.e2e.cluster import ROOT, Cluster
 from tests.e2e.reference import PROMPTS, greedy_completion
 
-NUM_TOKENS = 200
+NUM_TOKENS = 60
 TIMEOUT_S = 120.0
 
 
@@ -43,14 +43,14 @@ def test_a_trace_of_a_pod_under_load(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "trace.json.gz"
     expected = [greedy_completion(prompt, NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
-        taken = pool.submit(profile, cluster, "decode-0", out, "--seconds", "60", "--steps", "40")
+        taken = pool.submit(profile, cluster, "decode-0", out, "--seconds", "60", "--steps", "20")
         while not taken.done():
             assert list(pool.map(stream, PROMPTS)) == expected
     result = taken.result()
     assert result.returncode == 0, result.stderr
-    assert "40 steps" in result.stdout
+    assert "20 steps" in result.stdout
     events = json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]
-    assert sum(event["name"].startswith("step ") for event in events) == 40
+    assert sum(event["name"].startswith("step ") for event in events) == 20
     assert {"aten::empty", "baton::fused_decode_attention"} <= {event["name"] for event in events}
 
 

@@ -52,7 +52,10 @@ def create(device, dtype, *, budget=2048, prefix_caching=False):
 
 @pytest.mark.parametrize(
     ("device", "dtype"),  # the interpreter computes in float32 anyway, slowly
-    [("cpu", "float32"), *(pytest.param("cuda", dtype, marks=GPU) for dtype in ("float32", "bfloat16"))],
+    [
+        pytest.param("cpu", "float32", marks=pytest.mark.kernels),
+        *(pytest.param("cuda", dtype, marks=GPU) for dtype in ("float32", "bfloat16")),
+    ],
     indirect=["device"],
 )
 def test_whatever_the_schedule(device, dtype):

@@ -182,15 +182,24 @@ def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_produc
     connector="{connector}",
     degrees="{of_producer[0]}x{of_producer[1]} to {of_consumer[0]}x{of_consumer[1]}",
 )
-@pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
 @pytest.mark.parametrize(
-    ("of_producer", "of_consumer"),
+    ("connector", "of_producer", "of_consumer"),
     [
-        ((2, 1), (1, 1)),
-        ((1, 1), (2, 1)),
-        ((1, 2), (1, 1)),
-        pytest.param((2, 1), (1, 2), marks=pytest.mark.matrix),
+        ("nixl", (2, 1), (1, 1)),
+        ("shared-storage", (1, 1), (2, 1)),
+        ("nixl", (1, 2), (1, 1)),
+        *(
+            pytest.param(connector, *cuts, marks=pytest.mark.matrix)
+            for connector, cuts in (
+                ("shared-storage", ((2, 1), (1, 1))),
+                ("nixl", ((1, 1), (2, 1))),
+                ("shared-storage", ((1, 2), (1, 1))),
+                ("shared-storage", ((2, 1), (1, 2))),
+                ("nixl", ((2, 1), (1, 2))),
+            )
+        ),
     ],
+    indirect=["connector"],
 )
 def test_tokens_of_models_are_those_of_transformers(
     connector: KVConnectorConfig, of_producer: tuple[int, int], of_consumer: tuple[int, int]

@@ -31,12 +31,18 @@ def _jobs(seed: int, count: int) -> Sequence[Job]:
     return make_jobs(seed, count)
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize(
-    ("seed", "num_requests"),
+    ("connector", "seed", "num_requests"),
     [
-        pytest.param(SHORT_SEED, NUM_SHORT_REQUESTS, id="short"),
-        *(pytest.param(seed, NUM_LONG_REQUESTS, id=f"seed {seed}", marks=_slow) for seed in LONG_SEEDS),
+        pytest.param("nixl", SHORT_SEED, NUM_SHORT_REQUESTS, id="short-nixl"),
+        *(
+            pytest.param(connector, seed, num_requests, id=f"seed {seed}-{connector}", marks=_slow)
+            for connector in CONNECTORS
+            for seed, num_requests in (
+                (SHORT_SEED, NUM_SHORT_REQUESTS),
+                *((each, NUM_LONG_REQUESTS) for each in LONG_SEEDS),
+            )
+        ),
     ],
 )
 async def test_random_requests_among_random_faults(connector: str, seed: int, num_requests: int) -> None:

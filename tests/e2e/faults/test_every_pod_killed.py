@@ -74,7 +74,7 @@ class Run:
 @pytest.mark.parametrize(
     ("connector", "num_streams"),
     [
-        ("shared-storage", 200),
+        ("shared-storage", 100),
         pytest.param("shared-storage", 500, marks=pytest.mark.slow),
         pytest.param("redis", 500, marks=pytest.mark.slow),
         pytest.param("nixl", 500, marks=pytest.mark.slow),
