@@ -10,6 +10,7 @@ from cli.exit_codes import EXIT_FAILED
 from common.config import ArgumentParser, add_arguments, build, epilog_of
 from deploy.doctor import DoctorConfig, as_json, describe, examine
 from deploy.doctor_checks import CHECKS
+from kv_store.registry import joining_kind
 
 _EXIT_CODES = {
     0: "nothing that is needed is broken",
@@ -30,7 +31,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="As JSON.")
     add_arguments(parser, DoctorConfig)
     args = parser.parse_args(argv)
-    report = examine(build(DoctorConfig, args), CHECKS)
+    config = build(DoctorConfig, args)
+    joining_kind(config.connector)
+    report = examine(config, CHECKS)
     print(as_json(report) if args.json else describe(report))
     sys.stdout.flush()
     code = EXIT_FAILED if report.has_failed else 0

@@ -32,14 +32,12 @@ from common.observability.logging import LogFormat, LogLevel
 from decode_service.config import DecodeConfig
 from deploy.cluster_state import DEFAULT_NAME, NAME_PATTERN
 from deploy.redis_server import MIN_MEMORY_BYTES
-from kv_store.registry import CONNECTOR_NAMES
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig, is_model_name, names_by_location
 from router.requests.bounds import MAX_MODEL_CHARS
 
 POD_ROLES = ("prefill", "decode")
 SECTIONS = ("cluster", *POD_ROLES, "router")
-CONNECTORS = tuple(name for name in CONNECTOR_NAMES if name != "memory")  # those that join processes
 _CLUSTER_TLS_SETTINGS = dict.fromkeys(("cluster_ca", "cluster_cert", "cluster_key", "cluster_tls_name"), "mtls")
 # What `baton up` decides for its processes, and the setting of `cluster` that says so, if one does.
 _POD_SETTINGS = {

@@ -17,13 +17,13 @@ from common.cores import num_usable_cores
 from common.engine.config import ParallelConfig
 from common.errors import ConfigError
 from common.rpc.tls import ClusterTls, ClusterTlsConfig, cluster_tls
-from deploy.cluster_config import CONNECTORS, LOOPBACK, POD_ROLES, ClusterConfig, ClusterModel
+from deploy.cluster_config import LOOPBACK, POD_ROLES, ClusterConfig, ClusterModel
 from deploy.cluster_state import StoreState
 from deploy.own_code import importable
 from deploy.pod_process import PodSpec
 from deploy.ports import check_free, pick_ports
 from deploy.redis_server import RedisPlan, plan_redis
-from kv_store.nixl.installed import check_installed
+from kv_store.registry import BELOW, joining_kind, kind_of
 from router.security.key_source import ENVIRONMENT
 from router.security.keys import digest_of
 
@@ -189,32 +189,27 @@ def _metrics_ports(config: ClusterConfig, pods: Sequence[str]) -> dict[str, int]
 
 def _plan_connector(config: ClusterConfig, redis_port: int, scratch: Path, env: Mapping[str, str]) -> _ConnectorPlan:
     """How prefill and decode pods are joined. Raises ConfigError."""
-    if config.connector not in CONNECTORS:
-        raise ConfigError(
-            f"--connector: {config.connector!r} cannot join processes; known are {', '.join(CONNECTORS)}",
-            param="connector",
-        )
-    if config.connector == "nixl":
-        check_installed()
+    kind = joining_kind(config.connector)
+    kind.check_installed()
     pod_options = ["--connector", config.connector]
     options = dict(config.connector_options)
     stores: list[RedisPlan] = []
     files: dict[Path, str] = {}
-    store = options.get("store") if config.connector == "nixl" else None  # which keeps blocks beside it
-    url = "store.url" if store == "redis" else "url"
-    if "redis" in (config.connector, store) and not options.get(url):
-        redis = plan_redis(redis_port, config.redis_memory, scratch, env)
-        options[url] = redis.url
-        stores.append(redis)
-        files[redis.settings_file] = redis.settings
-    if store == "shared-storage":
-        options.setdefault("store.path", str(scratch))
+    below = "" if kind.is_store else str(options.get("store", ""))  # which keeps blocks beside a direct connector
+    for prefix, each in (("", kind), *([(BELOW, kind_of(below))] if below else [])):
+        if each.redis_option and not options.get(prefix + each.redis_option):
+            redis = plan_redis(redis_port, config.redis_memory, scratch, env)
+            options[prefix + each.redis_option] = redis.url
+            stores.append(redis)
+            files[redis.settings_file] = redis.settings
+        if prefix and each.directory_option:
+            options.setdefault(prefix + each.directory_option, str(scratch))
     if options:  # in a file, because any user of the machine can see command lines
         pod_settings = scratch / "pods.yaml"
         files[pod_settings] = yaml.safe_dump({role: {"connector_options": options} for role in POD_ROLES})
         pod_options += ["--config", str(pod_settings)]
     path = config.connector_path or str(options.get("path", ""))
-    if config.connector == "shared-storage":
+    if kind.directory_option:
         path = path or str(scratch)
     shared_store = StoreState(config.connector, path, options)
     return _ConnectorPlan([*pod_options, *(["--connector-path", path] if path else [])], stores, files, shared_store)

@@ -26,9 +26,9 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Plan: what this machine is to run. What the plan names is needed; without it the defaults of `baton up` are."""
 
-    connector: Annotated[
-        Literal["shared-storage", "redis", "nixl"], Meta(description="How KV blocks are to travel between pods.")
-    ] = "shared-storage"
+    connector: Annotated[str, Meta(min_length=1, description="How KV blocks are to travel between pods.")] = (
+        "shared-storage"
+    )
     connector_path: Annotated[
         str, Meta(description="Directory of the shared-storage connector; empty: one in shared memory.")
     ] = ""

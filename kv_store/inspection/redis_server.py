@@ -14,10 +14,16 @@ import redis
 from common.errors import ConfigError
 from kv_store.inspection.base import HASH_PATTERN, NAMESPACE_PATTERN, StoredBlock
 from kv_store.redis_store import RedisNode, RedisOptions, check_servers, parse_nodes
+from kv_store.registry import Options, parse_options
 
 _KEY = re.compile(rf"baton:({NAMESPACE_PATTERN}):({HASH_PATTERN})".encode())
 _SCAN_COUNT = 1000  # keys looked at in one round trip
 _TIMEOUT_S = 30.0
+
+
+def open_redis(options: Options, path: str, prefix: str) -> RedisInspector:
+    """See `kv_store.registry.ConnectorKind`."""
+    return RedisInspector(parse_options("redis", options, RedisOptions, path), prefix)
 
 
 class RedisInspector:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 from common.errors import ConfigError
 from kv_store.inspection.base import StoreInspector
-from kv_store.registry import BELOW, Options, parse_options, split_options
+from kv_store.registry import BELOW, KINDS, Options, kind_of, parse_options, split_options
 
-INSPECTABLE = ("redis", "shared-storage")
+INSPECTABLE = tuple(name for name, kind in KINDS.items() if kind.inspector)
 
 
 def open_inspector(connector: str, options: Options) -> StoreInspector:
@@ -17,7 +19,7 @@ def open_inspector(connector: str, options: Options) -> StoreInspector:
     """
     if connector == "nixl":
         return _below_nixl(options)
-    if connector in INSPECTABLE:
+    if _can_inspect(connector):
         return _open(connector, options)
     raise ConfigError(
         f"--connector: {connector!r} has no store to inspect; expected one of {', '.join(INSPECTABLE)}",
@@ -37,7 +39,7 @@ def _below_nixl(options: Options) -> StoreInspector:
             f"{place}: required, as nixl itself keeps no blocks; name the store below it with {known}",
             param="store",
         )
-    if store not in INSPECTABLE:
+    if not _can_inspect(store):
         raise ConfigError(f"{place}: {store!r} cannot be inspected; expected {known}", param="store")
     return _open(store, below, BELOW)
 
@@ -45,21 +47,15 @@ def _below_nixl(options: Options) -> StoreInspector:
 def _open(store: str, options: Options, prefix: str = "") -> StoreInspector:
     """`prefix`: of the options' names, as they were given."""
     path = f"connector_options.{prefix}".rstrip(".")
-    return _redis(options, path, prefix) if store == "redis" else _shared_storage(options, path, prefix)
-
-
-def _shared_storage(options: Options, path: str, prefix: str) -> StoreInspector:
-    from kv_store.inspection.shared_storage import SharedStorageInspector
-    from kv_store.shared_storage import SharedStorageOptions
-
-    parsed = parse_options("shared-storage", options, SharedStorageOptions, path)
-    return SharedStorageInspector(parsed, f"{prefix}path" if prefix else "--connector-path")
-
-
-def _redis(options: Options, path: str, prefix: str) -> StoreInspector:
     try:
-        from kv_store.inspection.redis_server import RedisInspector
-        from kv_store.redis_store import RedisOptions
+        opener = pkgutil.resolve_name(kind_of(store).inspector)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--connector: redis needs the extra 'redis' ({error})", param="connector") from error
-    return RedisInspector(parse_options("redis", options, RedisOptions, path), prefix)
+        raise ConfigError(
+            f"--connector: {store} needs the extra {kind_of(store).extra!r} ({error})", param="connector"
+        ) from error
+    inspector: StoreInspector = opener(options, path, prefix)
+    return inspector
+
+
+def _can_inspect(name: str) -> bool:
+    return bool(name in INSPECTABLE or (":" in name and kind_of(name).inspector))

@@ -11,10 +11,17 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from kv_store.inspection.base import HASH_PATTERN, NAMESPACE, StoredBlock
+from kv_store.registry import Options, parse_options
 from kv_store.shared_storage import SharedStorageOptions
 
 _BLOCK_FILE = re.compile(rf"({HASH_PATTERN})\.kv")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
+
+
+def open_directory(options: Options, path: str, prefix: str) -> SharedStorageInspector:
+    """See `kv_store.registry.ConnectorKind`."""
+    parsed = parse_options("shared-storage", options, SharedStorageOptions, path)
+    return SharedStorageInspector(parsed, f"{prefix}path" if prefix else "--connector-path")
 
 
 class SharedStorageInspector:

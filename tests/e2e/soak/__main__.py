@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.cluster_config import CONNECTORS
+from kv_store.registry import JOINING_CONNECTOR_NAMES
 from tests.e2e.machine import describe_machine
 from tests.e2e.soak.footprint import MAX_GROWTH, NUM_SPARE, Sample, baseline_of, growth_problems
 from tests.e2e.soak.run import NUM_BLOCKS, NUM_CLIENTS, Soak, soak_cluster
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if an answer was wrong, or a process holds more and more."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--connector", choices=CONNECTORS, default="nixl")
+    parser.add_argument("--connector", choices=JOINING_CONNECTOR_NAMES, default="nixl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
     args = parser.parse_args(argv)
