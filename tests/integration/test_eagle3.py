@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.demo_model import demo_model_path
+from common.engine.devices.host_memory import HostMemory
 from common.engine.llm import LLM
 from common.engine.scheduler import scheduler
 from common.engine.speculation.base import Context
@@ -192,6 +193,20 @@ def test_its_kv_and_features_count_as_memory() -> None:
 
 
 @pytest.mark.cell(feature="an EAGLE-3 head", degrees="2")
+@pytest.mark.parametrize("what", ["a KV cache of 128 blocks", "a head's input for 128 blocks"])
+def test_memory_that_does_not_fit_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = HostMemory.zeros
+
+    def zeros(memory: HostMemory, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if (len(shape) == 2) == ("head" in what):  # [slots, size]; a KV cache has more dimensions
+            raise MemoryError
+        return own(memory, shape, dtype)
+
+    monkeypatch.setattr(HostMemory, "zeros", zeros)
+    with pytest.raises(ConfigError, match=rf"^{what} takes 0\.0 GiB, more than is free on cpu$"):
+        make_llm(head=HEAD)
+
+
 def test_the_rank_that_answers_has_one() -> None:
     head = tiny_head_dir(demo_model_path())
     with open_llm() as llm:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -310,7 +311,9 @@ class Worker:
         assert self._loaded is not None
         scheduler = self._config.scheduler
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        return Features(head, head.keep_inputs(self._loaded, most), num_blocks, self._config.cache.block_size)
+        num_bytes = num_blocks * self._config.cache.block_size * head.module.feature_size * head.loaded.dtype.itemsize
+        with _fitting(f"a head's input for {num_blocks} blocks", num_bytes, self._loaded.device):
+            return Features(head, head.keep_inputs(self._loaded, most), num_blocks, self._config.cache.block_size)
 
     def _open_draft_model(
         self, loaded: LoadedModel, num_blocks: int, target: ModelRunner, features: Features | None
@@ -389,11 +392,15 @@ def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: De
     """Zeros of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. Raises ConfigError if they are too
     many."""
     shape = (num_blocks, *spec.block_shape(block_size))
-    num_bytes = num_blocks * spec.bytes_per_block(block_size)
-    try:
+    with _fitting(f"a KV cache of {num_blocks} blocks", num_blocks * spec.bytes_per_block(block_size), device):
         return device.memory.zeros(shape, spec.dtype)
+
+
+@contextmanager
+def _fitting(what: str, num_bytes: int, device: Device) -> Iterator[None]:
+    """Raises ConfigError if memory runs out within."""
+    try:
+        yield
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise ConfigError(
-            f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, more than is free on {device.name}",
-            param="kv_cache_memory",
-        ) from error
+        problem = f"{what} takes {num_bytes / 2**30:.1f} GiB, more than is free on {device.name}"
+        raise ConfigError(problem, param="kv_cache_memory") from error
