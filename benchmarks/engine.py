@@ -20,11 +20,8 @@ At the end: time from `baton up` to ready, and resident memory per process (`ben
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -41,6 +38,7 @@ from benchmarks import grammar
 from benchmarks.compare.baton_side import Baton, offline_config
 from benchmarks.compare.side import Generation, Generator, timed
 from benchmarks.compare.transformers_side import Transformers
+from benchmarks.page import describe_torch_machine
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.client.inproc import InprocClient
 
@@ -123,7 +121,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
-    machine = describe_machine()
+    machine = describe_torch_machine()
     if args.grammar:
         return _measure_grammars(args, machine)
     results: list[Result] = []
@@ -260,29 +258,6 @@ def run_measure(name: str, measure: Measure, baton: Generator, hf: Generator, vo
         transformers_range=(min(figures[hf]), max(figures[hf])),
         same_tokens=same_tokens,
     )
-
-
-def describe_machine() -> dict[str, str]:
-    """Returns the facts of the machine on which the figures depend."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "load before": f"{os.getloadavg()[0]:.1f}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def format_row(result: Result) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import describe_machine, make_100m_model
+from benchmarks.engine import make_100m_model
+from benchmarks.page import describe_torch_machine
 from common.demo_model import demo_model_path
 from common.engine.config import (
     CacheConfig,
@@ -53,7 +54,7 @@ def main() -> int:
                 print(row, flush=True)
                 rows.append(row)
     if args.markdown is not None:
-        machine = [f"- {key}: {value}" for key, value in describe_machine().items()]
+        machine = [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
         lines = ["# CPU kernels next to torch's operators", "", f"`python -m benchmarks.kernels --dtype {args.dtype}`."]
         args.markdown.write_text("\n".join([*lines, "", *machine, "", *rows, ""]))
     return 0

@@ -36,7 +36,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.engine import describe_machine, make_100m_model
+from benchmarks.engine import make_100m_model
+from benchmarks.page import describe_torch_machine
 from common.demo_model import demo_model_path
 from common.engine.client import AsyncMPClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
@@ -119,7 +120,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="rounds of what a client may make an engine hold, instead")
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `baton serve` does
-    print(" ".join(f"{key}: {value};" for key, value in describe_machine().items()), flush=True)
+    print(" ".join(f"{key}: {value};" for key, value in describe_torch_machine().items()), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = make_100m_model(Path(scratch)) if args.random_model else demo_model_path()
         config = EngineConfig(

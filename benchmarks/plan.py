@@ -31,11 +31,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.engine import describe_machine
 from benchmarks.handoff.client import Client, Generation
 from benchmarks.handoff.model import Model, demo_model, make_model
 from benchmarks.handoff.sides import ROOT, Side
 from benchmarks.paced_pod import PACE_VARIABLE
+from benchmarks.page import describe_torch_machine
 from common.demo_model import DEMO_MODEL_NAME
 from deploy.parent_death import PARENT_PID_VARIABLE
 from planning.profile import EngineProfile, load_profile, write_profile
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=60, help="of each load and repeat")
     parser.add_argument("--markdown", type=Path, help="also write the page here")
     args = parser.parse_args()
-    machine = describe_machine()
+    machine = describe_torch_machine()
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         model = demo_model() if args.paced else make_model(scratch)

@@ -27,7 +27,8 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-from benchmarks.router.report import Verdict, describe_machine, format_verdict
+from benchmarks.page import Verdict, describe_machine, format_verdict
+from benchmarks.router.report import PACKAGES
 
 MIB = 2**20
 HERE = Path(__file__).resolve().parents[1]
@@ -65,7 +66,7 @@ Starts = Mapping[str, Sequence[Start]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     args = _parser().parse_args(argv)
-    machine = describe_machine()
+    machine = describe_machine(*PACKAGES)
     sides = {"now": HERE} | ({"before": args.before} if args.before else {})
     starts: dict[str, dict[str, list[Start]]] = {side: defaultdict(list) for side in sides}
     for run in range(args.runs):

@@ -45,8 +45,9 @@ from benchmarks.compare.offline import Measure, Row, measure_model
 from benchmarks.compare.peers import MAIN_NAMES, NAMES, SideError, python_of
 from benchmarks.compare.report import format_page, format_row, format_serving, format_speculation, plot
 from benchmarks.compare.serving import LOADS, ServingRow, measure_serving
-from benchmarks.engine import describe_machine, make_random_model
+from benchmarks.engine import make_random_model
 from benchmarks.grammar import write_tokenizer
+from benchmarks.page import describe_torch_machine
 from common.demo_model import demo_model_path
 
 _QUICK_REPEATS, _REPEATS = 1, 5
@@ -68,7 +69,7 @@ def main() -> int:
     sections = args.sections or (["offline"] if args.quick else _SECTIONS)
     models = {section: args.models or _SECTIONS[section][: 2 if args.quick else None] for section in sections}
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
-    machine = describe_machine()
+    machine = describe_torch_machine()
     dtypes = args.dtypes or [name for name in _DTYPES if not (args.quick and name == "int8")]
     precisions = [PRECISIONS[name] for name in dtypes]
     limits = {precision.name: measure_limits(precision.dtype) for precision in precisions}

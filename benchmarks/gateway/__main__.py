@@ -27,8 +27,9 @@ from pathlib import Path
 
 from benchmarks.gateway.measure import SEEN, UNSEEN, Plan, Router, measure
 from benchmarks.gateway.report import format_page, format_tables, verdicts
+from benchmarks.page import describe_machine, format_verdict
 from benchmarks.router.measure import StreamLoad
-from benchmarks.router.report import describe_machine, format_verdict
+from benchmarks.router.report import PACKAGES
 
 FULL = Plan(
     repeats=7, concurrency=16, num_answers=1_000, fast=StreamLoad(64, 500, 0.0), paced=StreamLoad(64, 150, 0.02)
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     args = _parser().parse_args(argv)
     plan = QUICK if args.quick else replace(FULL, repeats=args.repeats)
-    machine = describe_machine()
+    machine = describe_machine(*PACKAGES)
     now, before = (SEEN, UNSEEN) if args.timelines else (Router(), args.before and Router(args.before))
     results = measure(plan, now, before, lambda line: print(line, file=sys.stderr))
     found = verdicts(results)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.gateway.measure import Cost, Plan, Results
-from benchmarks.router.report import Verdict
+from benchmarks.page import Verdict
 
 MAX_REQUEST_S = 1.5e-3
 MAX_TOKEN_S = 60e-6

@@ -31,12 +31,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.engine import describe_machine
 from benchmarks.handoff.measure import AFTER, BEFORE, ROWS, Benchmark, Plan, as_json
 from benchmarks.handoff.model import demo_model, make_model
 from benchmarks.handoff.plot import draw
 from benchmarks.handoff.report import format_figure, format_page, report
 from benchmarks.handoff.sides import ROOT, Side
+from benchmarks.page import describe_torch_machine
 
 CONNECTORS = ("shared-storage", "redis", "nixl")
 FULL = Plan(turns=2, connectors=CONNECTORS, steps_s=(0.25, 0.5, 1.0, 2.0), seconds=10.0, min_samples=5)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sides = [Side(AFTER, ROOT)]
     if args.before is not None:
         sides.insert(0, Side(BEFORE, _checkout(args.before)))
-    machine = describe_machine() | {side.name: side.commit for side in sides}
+    machine = describe_torch_machine() | {side.name: side.commit for side in sides}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
         scratch = Path(directory)
         model = demo_model() if args.quick else make_model(scratch)

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import describe_machine, make_100m_model
+from benchmarks.engine import make_100m_model
 from benchmarks.int8.quality import Quality, Weights, held_out_texts, measure_quality, tokenize
 from benchmarks.int8.speed import Memory, Speed, measure_memory, measure_speed
+from benchmarks.page import describe_torch_machine
 from common.demo_model import demo_model_path
 
 KINDS = [Weights("float32"), Weights("bfloat16"), Weights("float32", "int8"), Weights("bfloat16", "int8")]
@@ -57,7 +58,7 @@ def main() -> int:
             lines += ["", *_speed_table(list(measure_speed(directory, KINDS, args.repeats)), memory)]
     print("\n".join(lines))
     if args.markdown:
-        machine = [f"- {key}: {value}" for key, value in describe_machine().items()]
+        machine = [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
         page = ["# int8 weights", "", "`python -m benchmarks.int8`.", "", *machine, "", *lines]
         args.markdown.write_text("\n".join(page) + "\n")
     return 0

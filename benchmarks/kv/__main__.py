@@ -36,7 +36,8 @@ from pathlib import Path
 
 from benchmarks.kv.measure import MIB, Plan, measure
 from benchmarks.kv.medium import CONNECTORS
-from benchmarks.kv.report import describe_machine, format_markdown, format_row, format_verdict, verdicts
+from benchmarks.kv.report import facts, format_markdown, format_row, verdicts
+from benchmarks.page import format_verdict
 
 KIB = 1 << 10
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     plan = _plan(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is in memory is removed
-    machine = describe_machine()
+    machine = facts()
     results = measure(plan, lambda figures: print(format_row(figures), flush=True))
     found = verdicts(results)
     print("\n".join(["", *(f"left out for the memory bound: {what}" for what in results.skipped)]))

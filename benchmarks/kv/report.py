@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from benchmarks.kv.measure import MIB, Cell, Results, Staging
 from benchmarks.kv.pods import BLOCK_BYTES, NUM_CHUNKS, PodHandoffs, hidden_share
 from benchmarks.kv.wire import Mode
+from benchmarks.page import Verdict, describe_machine
 from deploy.redis_server import find_redis_server
 
 MIN_SHARE_OF_BARE = 0.85  # of the bandwidth, from LARGE_BYTES up
@@ -31,15 +24,6 @@ _OTHER_MEDIA: dict[Mode, str] = {
     "threaded": "of the bare medium on as many threads as ours",
     "stock": "of NIXL with the settings that it comes with",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A target and what was measured."""
-
-    target: str
-    measured: str
-    is_met: bool
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -144,11 +128,6 @@ def _format_cell(cell: Cell) -> str:
     )
 
 
-def format_verdict(verdict: Verdict) -> str:
-    """One line for the terminal."""
-    return f"{'pass' if verdict.is_met else 'FAIL'}  {verdict.target}: {verdict.measured}"
-
-
 def format_markdown(machine: dict[str, str], results: Results, found: Sequence[Verdict], note: str) -> str:
     """The page."""
     connectors = list(dict.fromkeys(cell.connector for cell in results.cells))
@@ -246,25 +225,9 @@ def _staging_table(stagings: Sequence[Staging]) -> list[str]:
     return lines
 
 
-def describe_machine() -> dict[str, str]:
-    """Returns the facts of the machine on which the figures depend."""
-    packages = ("torch", "nixl", "redis", "xxhash")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
-        "cores": str(os.cpu_count()),
-        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "load before": f"{os.getloadavg()[0]:.1f}",
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
-        "redis-server": _redis_version(),
-    }
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+def facts() -> dict[str, str]:
+    """Returns the facts on which the figures depend."""
+    return describe_machine("torch", "nixl", "redis", "xxhash") | {"redis-server": _redis_version()}
 
 
 def _redis_version() -> str:

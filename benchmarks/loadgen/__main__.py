@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import describe_machine
 from benchmarks.loadgen.server import MODEL, timetable
+from benchmarks.page import describe_torch_machine
 from benchmarks.router.processes import Child
 from common.demo_model import demo_model_path
 from loadgen.figures import distribution
@@ -59,7 +59,7 @@ def main() -> int:
         "`python -m benchmarks.loadgen`, whose help says what is measured.",
         "",
     ]
-    lines += [f"- {key}: {value}" for key, value in describe_machine().items()]
+    lines += [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
     lines += ["", f"Medians of {args.repeats} repeats.", ""]
     for table in (_ceilings(args.repeats), _agreement(args.vllm_bench, args.repeats) if args.vllm_bench else ()):
         for line in table:

@@ -28,7 +28,8 @@ from benchmarks.handoff.sides import ROOT, Side
 from benchmarks.neighbours.attacks import ATTACKS
 from benchmarks.neighbours.measure import LAYOUTS, Plan, measure
 from benchmarks.neighbours.report import format_head, format_page, format_row
-from benchmarks.router.report import describe_machine
+from benchmarks.page import describe_machine
+from benchmarks.router.report import PACKAGES
 
 _QUICK = ("many choices", "new grammars", "cancelled")
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         plan = Plan(seconds=1.0, quiet_s=0.5, streams=1, layouts=plan.layouts[:1])
         attacks = [name for name in attacks if args.only or name in _QUICK]
-    machine = describe_machine() | {"commit": Side("now", ROOT).commit}
+    machine = describe_machine(*PACKAGES) | {"commit": Side("now", ROOT).commit}
     print(format_head(), flush=True)
     rows = []
     for row in measure(plan, attacks):

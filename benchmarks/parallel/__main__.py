@@ -37,8 +37,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import describe_machine, make_random_model
+from benchmarks.engine import make_random_model
 from benchmarks.kv.degrees import measure_degrees
+from benchmarks.page import describe_torch_machine
 from benchmarks.parallel.side import rank_memory
 from common.demo_model import demo_model_path
 from common.engine.contract.step import SchedulerOutput
@@ -297,7 +298,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
-    machine = describe_machine() | {"threads": "2 in all"}
+    machine = describe_torch_machine() | {"threads": "2 in all"}
     lines = ["# Models on several ranks", "", "`python -m benchmarks.parallel`; see its `--help`.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     with tempfile.TemporaryDirectory() as scratch:

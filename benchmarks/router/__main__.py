@@ -33,8 +33,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.page import describe_machine, format_verdict
 from benchmarks.router.measure import Plan, Start, StreamLoad, as_json, measure
-from benchmarks.router.report import describe_machine, format_page, format_tables, format_verdict, verdicts
+from benchmarks.router.report import PACKAGES, format_page, format_tables, verdicts
 from benchmarks.router.systems import RIVAL, baton, rival_version, sglang_router
 
 FULL = Plan(
@@ -67,7 +68,7 @@ QUICK = Plan(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     args = _parser().parse_args(argv)
-    machine = describe_machine()
+    machine = describe_machine(*PACKAGES)
     results = measure(QUICK if args.quick else FULL, _starts(args), lambda line: print(line, file=sys.stderr))
     found = verdicts(results)
     print(format_tables(results, found))

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 
-import psutil
-
+from benchmarks.page import Verdict
 from benchmarks.router.measure import Results, StreamLoad
 from benchmarks.router.systems import OURS, RIVAL
 
+PACKAGES = ("grpcio", "protobuf", "uvicorn", "uvloop", "httptools", "tokenizers", "msgspec")  # whose versions matter
 MAX_ADDED_S = 3e-3
 MIN_TOKENS_PER_CPU_S = 15_000
 MAX_DECISION_US = 200
 MAX_BYTES_PER_STREAM = 40 * 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A target and what was measured."""
-
-    target: str
-    measured: str
-    is_met: bool
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -51,26 +36,6 @@ def verdicts(results: Results) -> list[Verdict]:
         what = f"decision under 200 us at {most.num_pods} pods and {most.num_blocks:,} blocks"
         found.append(Verdict(what, f"{most.p50_us:.0f} us", most.p50_us < MAX_DECISION_US))
     return found
-
-
-def format_verdict(verdict: Verdict) -> str:
-    """One line."""
-    return f"{'pass' if verdict.is_met else 'FAIL'}: {verdict.target}: {verdict.measured}"
-
-
-def describe_machine() -> dict[str, str]:
-    """Returns the facts of the machine on which the figures depend."""
-    packages = ("grpcio", "protobuf", "uvicorn", "uvloop", "httptools", "tokenizers", "msgspec")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
-        "cores": str(os.cpu_count()),
-        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "load before": f"{os.getloadavg()[0]:.1f}",
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-    }
 
 
 def format_tables(results: Results, found: Sequence[Verdict]) -> str:
@@ -138,8 +103,3 @@ def _decisions(results: Results) -> list[str]:
 def _streams_of(load: StreamLoad) -> str:
     rate = f"each {1 / load.step_s:.0f} tokens/s" if load.step_s else "as fast as they come"
     return f"{load.num_streams} at once, {rate}"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 import transformers
 
-from benchmarks.engine import describe_machine, make_random_model
+from benchmarks.engine import make_random_model
+from benchmarks.page import describe_torch_machine
 from benchmarks.speculation import forced
 from benchmarks.speculation.texts import LOADS, Text, Words
 from common.engine.client.inproc import InprocClient
@@ -275,7 +276,7 @@ def main() -> int:
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     lines = ["# Speculation", "", "`python -m benchmarks.speculation`; see its `--help`.", ""]
-    lines += [f"- {key}: {value}" for key, value in describe_machine().items()]
+    lines += [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
     with tempfile.TemporaryDirectory() as scratch:
         packages = Path(scratch) / "packages"
         packages.mkdir()

@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.engine import describe_machine
 from benchmarks.handoff.sides import ROOT, Side
+from benchmarks.page import describe_torch_machine
 from benchmarks.steps.side import Load, Run, Times
 
 SIDE = Path(__file__).with_name("side.py")
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
     sides = [Side("now", ROOT)] + ([Side("before", args.before.resolve())] if args.before else [])
-    machine = describe_machine() | {"threads": "1"}
+    machine = describe_torch_machine() | {"threads": "1"}
     lines = ["# What the engine adds to the forward pass", "", "`python -m benchmarks.steps`; see its `--help`.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     lines += [f"- {side.name}: {side.commit}" for side in sides]

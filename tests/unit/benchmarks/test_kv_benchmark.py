@@ -10,7 +10,8 @@ import pytest
 from benchmarks.kv.__main__ import main
 from benchmarks.kv.measure import MIB, Cell, Results, Staging, Way
 from benchmarks.kv.pods import PodHandoffs
-from benchmarks.kv.report import Verdict, format_markdown, verdicts
+from benchmarks.kv.report import format_markdown, verdicts
+from benchmarks.page import Verdict
 
 WAY = Way(seconds=0.01, bytes_per_s=2e9, cpu_s_per_gib=0.5)
 CELL = Cell(
