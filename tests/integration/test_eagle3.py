@@ -192,7 +192,6 @@ def test_its_kv_and_features_count_as_memory() -> None:
         assert llm.spec.num_blocks == 32
 
 
-@pytest.mark.cell(feature="an EAGLE-3 head", degrees="2")
 @pytest.mark.parametrize("what", ["a KV cache of 128 blocks", "a head's input for 128 blocks"])
 def test_memory_that_does_not_fit_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = HostMemory.zeros
@@ -207,6 +206,7 @@ def test_memory_that_does_not_fit_is_named(what: str, monkeypatch: pytest.Monkey
         make_llm(head=HEAD)
 
 
+@pytest.mark.cell(feature="an EAGLE-3 head", degrees="2")
 def test_the_rank_that_answers_has_one() -> None:
     head = tiny_head_dir(demo_model_path())
     with open_llm() as llm:
