@@ -16,12 +16,12 @@ from cli.router_address import fetch_json
 from common.config import ArgumentParser, epilog_of
 from common.errors import ConfigError
 from common.setting_values import show
-from planning.learned import LEARNED_PATH, learned_profile
+from planning.learned import LEARNED_PATH, Learned, read_learned
 from planning.plan import Plan, make_plan
 from planning.profile import EngineProfile, load_profile
 from planning.report import as_json, describe, svg
 from planning.search import Planner, Slo
-from planning.simulator.hardware import Drafts
+from planning.simulator.hardware import NO_DRAFTS, Drafts
 from planning.values import write_values
 from planning.workload import Workload, read_trace, synthetic
 
@@ -56,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     slo = Slo(_seconds(args.slo_ttft, "--slo-ttft"), _seconds(args.slo_itl, "--slo-itl"), args.percentile)
     workload = _workload(args, slo)
-    profile = _profile(args)
+    profile, drafts = _engine(args)
+    if args.tokens_per_step is None:
+        workload = workload._replace(drafts=drafts)
     plan = make_plan(Planner(profile, workload, slo, on_try=_progress()), colocated=args.colocated)
     sys.stderr.write("\r\033[K" if sys.stderr.isatty() else "")
     if args.json:
@@ -116,10 +118,10 @@ def _parser() -> ArgumentParser:
     )
     load.add_argument(
         "--tokens-per-step",
-        type=_number("--tokens-per-step", float, above=1.0, below=33.0),
+        type=_number("--tokens-per-step", float, above=0.99, below=33.0),
         metavar="N",
         help="Tokens that a request gets from each decode step, by drafts that pods verify; `baton bench` prints it. "
-        "(default: 1, no drafts)",
+        "(default: 1, no drafts; with --url what the drafts of its pods have come to)",
     )
     load.add_argument(
         "--draft-acceptance",
@@ -163,14 +165,14 @@ def _requests(args: argparse.Namespace, slo: Slo) -> Workload:
     return synthetic(args.rate, args.isl, args.osl, args.requests or usual, spread=args.spread, seed=args.seed)
 
 
-def _profile(args: argparse.Namespace) -> EngineProfile:
+def _engine(args: argparse.Namespace) -> Learned:
     if args.profile is not None:
         for name in ("model", "tls_ca"):
             if getattr(args, name):
                 raise ConfigError(f"--{name.replace('_', '-')}: only with --url", param=name)
-        return load_profile(args.profile)
+        return Learned(load_profile(args.profile), NO_DRAFTS)
     answer = fetch_json(args.url, LEARNED_PATH, args.tls_ca, api_key())
-    return learned_profile(answer, args.model)
+    return read_learned(answer, args.model)
 
 
 def _write_files(args: argparse.Namespace, plan: Plan, profile: EngineProfile) -> None:

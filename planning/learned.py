@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from common.errors import BatonError, ConfigError
 from planning.profile import VERSION, EngineProfile, Handoff
+from planning.simulator.hardware import NO_DRAFTS, Drafts
 from planning.steps import StepFit
 from router.gateway.operators.administration import STEP_TIMES_PATH, LearnedTimes, ModelStepTimes, StepTimesOfModels
 
 LEARNED_PATH = STEP_TIMES_PATH
 
 
-def learned_profile(answer: Any, name: str | None) -> EngineProfile:
-    """Returns the profile of the model of that name, by default the first, from the answer of LEARNED_PATH.
+class Learned(NamedTuple):
+    """Step times of a model's pods, as a router has learned them, and how their drafts do."""
+
+    profile: EngineProfile
+    drafts: Drafts
+
+
+def read_learned(answer: Any, name: str | None) -> Learned:
+    """Returns what the answer of LEARNED_PATH has of the model of that name, by default of the first.
 
     Raises ConfigError if there is no such model, or too little was learned, and BatonError for what is no such answer.
     """
@@ -27,7 +35,7 @@ def learned_profile(answer: Any, name: str | None) -> EngineProfile:
     if model is None:
         known = ", ".join(model.name for model in models) or "none"
         raise ConfigError(f"--model: the router serves no {name or 'model'}; it serves: {known}", param="model")
-    return _profile(model)
+    return Learned(_profile(model), _drafts(model))
 
 
 def _profile(model: ModelStepTimes) -> EngineProfile:
@@ -65,6 +73,15 @@ def _profile(model: ModelStepTimes) -> EngineProfile:
             context_token_s=decode.context_s,
         ),
         handoff=Handoff(connector="", latency_s=model.handoff_s, token_s=model.handoff_token_s),
+    )
+
+
+def _drafts(model: ModelStepTimes) -> Drafts:
+    if not model.num_accepted_drafts or not model.num_draft_verifications:
+        return NO_DRAFTS
+    return Drafts(
+        tokens_per_step=1 + model.num_accepted_drafts / model.num_draft_verifications,
+        acceptance=model.num_accepted_drafts / model.num_verified_drafts,
     )
 
 

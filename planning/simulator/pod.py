@@ -182,11 +182,11 @@ class SimulatedPod:
         self._run(self._clock.now, step_s, self._stretch_steps(step_s))
 
     def _draft(self, step: Step) -> float:
-        """Returns the seconds of the step, with drafts where these make a token take less time, as the engine would."""
+        """Returns the seconds of the step. It has drafts if no prompts and a token takes less time with them."""
         steps, drafts = self.hardware.steps, self.hardware.drafts
         plain_s = steps.seconds(step)
         drafting_s = steps.seconds(step._replace(num_drafts=step.num_decoding * drafts.per_step))
-        pays = drafting_s < plain_s * drafts.tokens_per_step
+        pays = not step.prompt_tokens and drafting_s < plain_s * drafts.tokens_per_step
         self._tokens_per_step = drafts.tokens_per_step if pays else 1.0
         return drafting_s if pays else plain_s
 

@@ -52,7 +52,7 @@ class LearnedTimes(AnswerStruct):
 
 class ModelStepTimes(AnswerStruct):
     """A served model; `null` for a role without ready pods. Handoffs take `handoff_s`, and `handoff_token_s` for each
-    token whose KV is moved."""
+    token whose KV is moved. Drafts are those of its ready decode pods since their start; see GET /v1/cluster."""
 
     name: str
     block_size: int
@@ -61,6 +61,9 @@ class ModelStepTimes(AnswerStruct):
     handoff_token_s: float
     prefill: LearnedTimes | None
     decode: LearnedTimes | None
+    num_verified_drafts: int
+    num_accepted_drafts: int
+    num_draft_verifications: int
 
 
 class StepTimesOfModels(AnswerStruct):
@@ -121,6 +124,8 @@ class AdministrationEndpoints:
 
 def _learned(model: ServedModel) -> ModelStepTimes:
     pods, handoff = model.pods, model.dispatcher.estimates.handoff
+    drafts = [stats.drafts for pod in pods.ready_decode() if (stats := pod.stats) is not None]
+    num_verified = sum(each.num_verified for each in drafts)
     return ModelStepTimes(
         name=model.name,
         block_size=0 if pods.facts is None else pods.facts.block_size,
@@ -129,6 +134,9 @@ def _learned(model: ServedModel) -> ModelStepTimes:
         handoff_token_s=handoff.token_s,
         prefill=_times_of(pods.prefill_table),
         decode=_times_of(pods.decode_table),
+        num_verified_drafts=num_verified,
+        num_accepted_drafts=min(sum(each.num_accepted for each in drafts), num_verified),
+        num_draft_verifications=sum(each.num_verifications for each in drafts),
     )
 
 

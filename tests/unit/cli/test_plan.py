@@ -46,7 +46,7 @@ def test_a_plan_has_pods_reasons_steps_and_a_plot_and_its_values_render(
         (["--slo-ttft", "soon"], "--slo-ttft: must be a time up to an hour such as 300ms or 0.5s, got 'soon'"),
         (["--slo-itl", "1ms"], "--slo-itl: no number of pods keeps 1 ms"),
         (["--trace", "t.jsonl"], "--isl: not with --trace, which has the lengths"),
-        (["--tokens-per-step", "0.5"], "--tokens-per-step: must be above 1 and below 33, got 0.5"),
+        (["--tokens-per-step", "0.5"], "--tokens-per-step: must be above 0.99 and below 33, got 0.5"),
         (["--draft-acceptance", "70"], "--draft-acceptance: only with --tokens-per-step"),
         (["--slo-ttf", "1"], "--slo-ttf: unknown option; did you mean --slo-ttft?"),
         (["--url", "http://127.0.0.1:1"], "not allowed with argument --profile"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import pytest
 
@@ -83,6 +85,16 @@ def test_steps_bring_as_many_tokens_as_drafts_allow_and_take_as_long_as_these(nu
     watched.clock.run()
     assert watched.clock.now == pytest.approx(PROMPT_S + num_steps * (DECODE_S + 0.001 * (1 + 2)))
     assert watched.pod.cache.num_free == HARDWARE.num_blocks
+
+
+def test_steps_with_prompts_have_no_drafts() -> None:
+    """Prompts that are computed beside a stream: as long as there are any, a step brings it one token."""
+    watched = Watched(HARDWARE._replace(drafts=Drafts(4.0), max_num_batched_tokens=PROMPT))
+    watched.clock.at(0.0, lambda: watched.pod.submit(job(0, 21)))
+    for number in range(1, 9):
+        watched.clock.at(PROMPT_S - DECODE_S / 2, partial(watched.pod.submit, job(number, 1)))
+    watched.clock.run()
+    assert len(watched.times) >= 1 + 8 + (20 - 8) / 4
 
 
 def test_no_two_steps_in_a_row_look_like_the_same_one() -> None:

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from common.errors import PermissionDeniedError
-from common.pb import admin_pb2, admin_pb2_grpc
+from common.pb import admin_pb2, admin_pb2_grpc, pods_pb2
 from common.rpc.errors import from_rpc_error
 from router.pods import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
@@ -62,7 +62,18 @@ async def test_learned_step_times_are_for_operators(cluster):
     assert (model["prefill"]["num_pods"], model["decode"]["num_pods"]) == (1, 2)
     assert not model["decode"]["is_known"]
     assert model["decode"]["token_s"] > 0
+    assert model["num_verified_drafts"] == 0
     assert (await cluster.client.post("/admin/step_times", headers=bearer(OPERATOR))).status_code == 405
+
+
+async def test_learned_step_times_tell_of_the_drafts_of_all_decode_pods(cluster):
+    for fake in cluster.decode:
+        drafts = pods_pb2.DraftStats(num_verified=8, num_accepted=6, num_verifications=2)
+        await fake.set_stats(pods_pb2.PodStats(num_free_blocks=100, num_blocks=100, drafts=drafts))
+    model = {"num_verified_drafts": 0}
+    while model["num_verified_drafts"] < 16:  # figures of pods come by themselves
+        (model,) = (await cluster.client.get("/admin/step_times", headers=bearer(OPERATOR))).json()["models"]
+    assert (model["num_accepted_drafts"], model["num_draft_verifications"]) == (12, 4)
 
 
 async def test_grpc_does_the_same(cluster):
