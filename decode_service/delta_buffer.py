@@ -14,7 +14,7 @@ class DeltaBuffer:
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._pending: dict[Hashable, pods_pb2.TokenDelta] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._taken = asyncio.Event()
         self._closed = False
 
@@ -25,7 +25,7 @@ class DeltaBuffer:
             self._pending[key] = delta
         else:
             _merge(pending, delta)
-        self._news.set()
+        self._changed.set()
 
     async def wait_for_room(self) -> None:
         """Returns once fewer than `max_keys` deltas are pending. Callers that add keys at the peer's
@@ -37,13 +37,13 @@ class DeltaBuffer:
     def close(self) -> None:
         """Lets `write_to` return once everything is written."""
         self._closed = True
-        self._news.set()
+        self._changed.set()
 
     async def write_to(self, write: Callable[[pods_pb2.DecodeEvents], Awaitable[None]]) -> None:
         """Writes pending deltas as they come, until closed."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             if self._pending:
                 pending, self._pending = self._pending, {}
                 self._taken.set()

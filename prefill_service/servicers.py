@@ -167,9 +167,9 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
                 told_ready, told_digests = transfer.num_ready_tokens, len(transfer.digests)
                 progress = pods_pb2.HandoffProgress(num_ready_tokens=told_ready, digests=digests)
                 await context.write(pods_pb2.HandoffEvent(progress=progress))
-            is_renewal = await self._wait_for_news(transfer)
+            is_renewal = await self._wait_for_change(transfer)
 
-    async def _wait_for_news(self, transfer: Transfer) -> bool:
+    async def _wait_for_change(self, transfer: Transfer) -> bool:
         """Waits for a change. False: there is one. True: there was none for a while, but its engine works."""
         by_engine = self._pod.stats.by_engine
         while True:

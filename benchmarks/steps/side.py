@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from common.engine.messages import AddRequest, EngineCoreOutputs
 from common.types import RequestId, SamplingParams
 
 NOT_STEADY = 2  # steps at either end of a run that are left out of medians
+_TAKES_OUTPUTS = {"on_outputs", "on_news"} & set(inspect.signature(EngineCore).parameters)  # on_news: before 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ class _Engine:
             config,
             InprocExecutor(config),
             on_wakeup=lambda: None,
-            on_news=lambda _: None,
             on_failure=_raise,
+            **dict.fromkeys(_TAKES_OUTPUTS, lambda _: None),
             clock=time.thread_time,
         )
 

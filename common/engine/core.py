@@ -86,11 +86,11 @@ class EngineCore:
         executor: Executor,
         *,
         on_wakeup: Callable[[], None],
-        on_news: Callable[[EngineCoreOutputs], None],
+        on_outputs: Callable[[EngineCoreOutputs], None],
         on_failure: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The callbacks are called from any thread: `on_wakeup` when an idle core may have work, `on_news` with
+        """The callbacks are called from any thread: `on_wakeup` when an idle core may have work, `on_outputs` with
         outputs that should not wait for the end of a step, `on_failure` if the transfer thread has died, after which
         the core is unusable."""
         self._executor = executor
@@ -100,7 +100,7 @@ class EngineCore:
         self._on_failure = on_failure
         self._lockstep: Lockstep | None = None
         executor.watch(self._note_failure)
-        self._on_news = on_news
+        self._on_outputs = on_outputs
         self._unsent: list[RequestOutput] = []  # made between steps; sent with the next one
         self._last_end = -math.inf  # of a step
         self._flights: deque[_Flight] = deque()  # steps under way, in order
@@ -108,8 +108,8 @@ class EngineCore:
         self._has_only_attended = False
         self._port: TransferPort | None = None
         self._actor = TransferActor(
-            on_notes=on_wakeup,
-            on_news=lambda news: on_news(EngineCoreOutputs(outputs=news)),
+            on_events=on_wakeup,
+            on_outputs=lambda outputs: on_outputs(EngineCoreOutputs(outputs=outputs)),
             on_failure=on_failure,
         )
         self._grammars: GrammarCompiler | None = None
@@ -291,7 +291,7 @@ class EngineCore:
         self._scheduler.masks_arrived(self._masks.arrived(may_wait=may_wait))
         began = self._clock()
         step = self._scheduler.schedule(began)
-        self._tell_urgent_news()
+        self._send_urgent_outputs()
         return self._submit(step, began)
 
     def _begin_ahead(self, flight: _Flight) -> _Flight | None:
@@ -316,9 +316,9 @@ class EngineCore:
             observer.end_step()
         return _Flight(step, running, began)
 
-    def _tell_urgent_news(self) -> None:
-        if news := self._scheduler.take_urgent_news():
-            self._on_news(EngineCoreOutputs(outputs=self._take_unsent() + news))
+    def _send_urgent_outputs(self) -> None:
+        if outputs := self._scheduler.take_urgent_outputs():
+            self._on_outputs(EngineCoreOutputs(outputs=self._take_unsent() + outputs))
 
     def _take_unsent(self) -> list[RequestOutput]:
         unsent, self._unsent = self._unsent, []

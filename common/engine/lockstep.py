@@ -44,7 +44,7 @@ class Lockstep:
         self._on_failure = on_failure
         self._step = 0  # the last one
         self._joined: dict[int, deque[int]] = {rank: deque() for rank in sockets}  # tokens, of steps after that
-        self._has_news = threading.Condition()
+        self._changed = threading.Condition()
         self._heard = dict.fromkeys(sockets, 0)  # the last step that each of them has joined
         self._left: set[int] = set()
         self._failure: Exception | None = None
@@ -70,8 +70,8 @@ class Lockstep:
                 each.send(message)
             except OSError as error:
                 raise self._failure or EngineDeadError(f"engine {rank} is gone") from error
-        with self._has_news:
-            self._has_news.wait_for(self._can_go_on, self._timeout_s)
+        with self._changed:
+            self._changed.wait_for(self._can_go_on, self._timeout_s)
             if self._failure is not None:
                 raise self._failure
             missing = [rank for rank, tokens in self._joined.items() if not tokens]
@@ -83,9 +83,9 @@ class Lockstep:
 
     def fail(self, error: Exception) -> None:
         """Ends waits: this engine, or another, has failed. May be called from any thread."""
-        with self._has_news:
+        with self._changed:
             self._failure = self._failure or error
-            self._has_news.notify()
+            self._changed.notify()
 
     def close(self) -> None:
         """Leaves the others, who need not fail because of that. Idempotent."""
@@ -134,15 +134,15 @@ class Lockstep:
                     f"the engines have parted ways: engine {rank} joins step {step} after {self._heard[rank] - 1}"
                 )
                 return False
-            with self._has_news:
+            with self._changed:
                 self._joined[rank].append(num_tokens)
-                self._has_news.notify()
+                self._changed.notify()
             self._on_awaited()
             return True
         if message == _LEAVE:
-            with self._has_news:
+            with self._changed:
                 self._left.add(rank)
-                self._has_news.notify()
+                self._changed.notify()
         elif not self._is_closed:
             self._lose(f"engine {rank} is gone")
         return False

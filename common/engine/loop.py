@@ -82,7 +82,7 @@ class EngineLoop:
             config,
             executor,
             on_wakeup=lambda: self._commands.put(_WAKEUP),
-            on_news=emit,
+            on_outputs=emit,
             on_failure=self.fail,
             clock=clock,
         )

@@ -226,7 +226,7 @@ class PhaseSeconds(msgspec.Struct, frozen=True, array_like=True):
     sample: float = 0.0  # choosing tokens; the wait for the GPU included, unless it chooses them itself
     device: float = 0.0  # waiting for a GPU that runs the model and chooses tokens
     update: float = 0.0  # taking results and handing out outputs
-    transfer: float = 0.0  # taking news of KV transfers, or waiting for them with nothing to compute
+    transfer: float = 0.0  # taking events of KV transfers, or waiting for them with nothing to compute
     wait: float = 0.0  # no request to compute
 
 

@@ -1233,7 +1233,7 @@ class PhaseSeconds(_message.Message):
     update: _builtins.float
     """Taking results and handing out outputs."""
     transfer: _builtins.float
-    """Taking news of KV transfers, or waiting for them with nothing to compute."""
+    """Taking events of KV transfers, or waiting for them with nothing to compute."""
     wait: _builtins.float
     """No request to compute."""
     def __init__(

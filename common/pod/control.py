@@ -82,9 +82,9 @@ class PodServicer(pods_pb2_grpc.PodServicer):
                 async with aclosing(self._pod.stats.watch(interval_s)) as reports:
                     async for by_engine in reports:
                         for rank, stats in enumerate(by_engine):
-                            news = watches[rank].take() if watches else []
-                            await context.write(self._report(stats, rank, *news[:1]))
-                            for events in news[1:]:
+                            changes = watches[rank].take() if watches else []
+                            await context.write(self._report(stats, rank, *changes[:1]))
+                            for events in changes[1:]:
                                 await context.write(self._report(stats, rank, events))
 
     async def Drain(  # noqa: N802

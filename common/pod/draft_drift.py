@@ -69,9 +69,9 @@ class DraftDrift:
         if minute == self._minute:
             return None
         num_verified, num_accepted = self._counted
-        news = Acceptance(figures.num_verified - num_verified, figures.num_accepted - num_accepted)
-        if news.num_verified:
-            self._minutes.append((self._minute, news))
+        new = Acceptance(figures.num_verified - num_verified, figures.num_accepted - num_accepted)
+        if new.num_verified:
+            self._minutes.append((self._minute, new))
             self._counted = Acceptance(figures.num_verified, figures.num_accepted)
         self._minute = minute
         while self._minutes and self._minutes[0][0] < minute - _HOUR:

@@ -65,14 +65,14 @@ class EngineRequests:
         self._sinks[engine_id] = sink
         return engine_id
 
-    def update_transfer(self, update: TransferUpdate) -> None:
+    def update_transfer(self, command: TransferUpdate) -> None:
         """Passes on an update of a handoff, if the request is still there."""
-        if update.request_id in self._sinks:
-            self._command(lambda: self._engine.update_transfer(update))
+        if command.request_id in self._sinks:
+            self._command(lambda: self._engine.update_transfer(command))
 
-    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+    def quiesce_transfer(self, command: TransferQuiesced) -> None:
         """Reports that a producer no longer writes to a consumer's blocks, which outlive the request."""
-        self._command(lambda: self._engine.quiesce_transfer(news))
+        self._command(lambda: self._engine.quiesce_transfer(command))
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """Passes on where a direct connector shall write, if the request is still there."""

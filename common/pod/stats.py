@@ -53,18 +53,18 @@ class StatsBoard:
 
     def touch(self) -> None:
         """Wakes watchers although the statistics have not changed."""
-        for news in self._watchers:
-            news.set()
+        for changed in self._watchers:
+            changed.set()
 
     async def watch(self, min_interval_s: float) -> AsyncGenerator[list[EngineStats], None]:
         """Yields the current statistics of each engine, then at each change, at most once per interval. Endless."""
-        news = asyncio.Event()
-        self._watchers.add(news)
+        changed = asyncio.Event()
+        self._watchers.add(changed)
         try:
             while True:
-                news.clear()
+                changed.clear()
                 yield self.by_engine
                 await asyncio.sleep(min_interval_s)
-                await news.wait()
+                await changed.wait()
         finally:
-            self._watchers.discard(news)
+            self._watchers.discard(changed)

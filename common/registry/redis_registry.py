@@ -3,7 +3,7 @@
     baton:{pods:<namespace>}:records   hash, address -> record
     baton:{pods:<namespace>}:leases    sorted set, address -> end of its lease, in milliseconds of the server's clock
     baton:{pods:<namespace>}:epoch     random text; if it differs or is missing, the server has lost its data
-    baton:{pods:<namespace>}:news      published to when a record is new or withdrawn
+    baton:{pods:<namespace>}:changes   published to when a record is new or withdrawn
 
 Leases run by the server's clock alone. Writes are scripts, so they are atomic.
 """
@@ -31,14 +31,14 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. now)) 
   redis.call('ZREM', KEYS[2], gone)
   redis.call('HDEL', KEYS[1], gone)
 end
-local is_news = redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2]
+local is_change = redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2]
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('ZADD', KEYS[2], now + lease, ARGV[1])
 redis.call('SET', KEYS[3], ARGV[4], 'NX')
 for _, key in ipairs(KEYS) do
   if redis.call('PTTL', key) < lease then redis.call('PEXPIRE', key, lease) end
 end
-if is_news then redis.call('PUBLISH', ARGV[5], '') end
+if is_change then redis.call('PUBLISH', ARGV[5], '') end
 """
 
 _WITHDRAW = """
@@ -72,7 +72,7 @@ class Reading(NamedTuple):
     records: dict[bytes, bytes]  # by address, as they were stored
 
 
-class News:
+class Changes:
     """A subscription to changes."""
 
     def __init__(self, registry: RedisRegistry, subscription: redis.asyncio.client.PubSub) -> None:
@@ -94,7 +94,7 @@ class RedisRegistry:
         self.name = f"Redis at {urlsplit(url).hostname}"
         prefix = f"baton:{{pods:{namespace}}}:"
         self._keys = [f"{prefix}{name}" for name in ("records", "leases", "epoch")]
-        self._channel = f"{prefix}news"
+        self._channel = f"{prefix}changes"
 
     async def announce(self, record: PodRecord) -> None:
         """Stores the record, or renews its lease."""
@@ -115,12 +115,12 @@ class RedisRegistry:
         return Reading(epoch, dict(zip(rest[::2], rest[1::2], strict=True)))
 
     @asynccontextmanager
-    async def news(self) -> AsyncIterator[News]:
+    async def changes(self) -> AsyncIterator[Changes]:
         """Subscribes to changes."""
         async with self._client.pubsub() as subscription:
             with self.errors():
                 await subscription.subscribe(self._channel)
-            yield News(self, subscription)
+            yield Changes(self, subscription)
 
     async def close(self) -> None:
         """Closes the connections. Idempotent."""

@@ -20,11 +20,11 @@ SOURCE = "registry"
 _POLL_S = 5.0  # changes are published as well; this finds what was missed, and leases that have ended
 
 
-class News(Protocol):
+class Changes(Protocol):
     """A subscription to changes."""
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when there is news, or after `timeout_s` seconds. Raises UnavailableError."""
+        """Return when there is a change, or after `timeout_s` seconds. Raises UnavailableError."""
 
 
 class Registry(Protocol):
@@ -33,7 +33,7 @@ class Registry(Protocol):
     async def read(self) -> Reading:
         """All records under a lease."""
 
-    def news(self) -> AbstractAsyncContextManager[News]:
+    def changes(self) -> AbstractAsyncContextManager[Changes]:
         """Subscribe."""
 
 
@@ -68,7 +68,7 @@ class RegistryView:
 
 
 class RegistryDiscovery:
-    """Reads the registry when it has news, and every `poll_s` seconds. A dead registry removes no pod."""
+    """Reads the registry when it changes, and every `poll_s` seconds. A dead registry removes no pod."""
 
     initial: Endpoints = ()
 
@@ -92,12 +92,12 @@ class RegistryDiscovery:
         """See Discovery."""
         while True:
             try:
-                async with self._registry.news() as news:
+                async with self._registry.changes() as changes:
                     while True:
                         reading = await self._registry.read()
                         self._note_success()
                         publish(self._view.take(reading.epoch, self._records(reading)))
-                        await news.wait(self._poll_s)
+                        await changes.wait(self._poll_s)
             except UnavailableError as error:
                 self._note_failure(error)
                 await asyncio.sleep(self._poll_s)

@@ -132,7 +132,7 @@ class Output:
     async def next(self) -> OutputDelta:
         """Waits for the next output. Raises the error if the request failed, and StopAsyncIteration after the end."""
         while True:
-            if self._log.has_news and not self.lacks_prompt:
+            if self._log.has_new_tokens and not self.lacks_prompt:
                 if self._was_cut:
                     await others_turn(self._request.terms.tenant)
                 return self._take()
@@ -151,7 +151,7 @@ class Output:
 
     def _take(self) -> OutputDelta:
         delta = self._log.take(self.finish_reason)
-        self._was_cut = self._log.has_news
+        self._was_cut = self._log.has_new_tokens
         self._ended = delta.finish_reason is not None
         return delta
 

@@ -33,7 +33,7 @@ class TokenLog:
         return len(self.token_ids)
 
     @property
-    def has_news(self) -> bool:
+    def has_new_tokens(self) -> bool:
         """True if there are tokens to take."""
         return self._num_taken < len(self.token_ids)
 

@@ -49,11 +49,11 @@ class CanaryLoop:
         self._subject = subject
         self._health = health
         self._note = note
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def wake(self) -> None:
         """Looks again at when the next canary is due."""
-        self._news.set()
+        self._changed.set()
 
     async def run(self) -> NoReturn:
         """Raises UnavailableError when a canary has ejected the pod: what runs there hangs, and must go elsewhere."""
@@ -68,11 +68,11 @@ class CanaryLoop:
 
     async def _until_due(self) -> None:
         while not self._subject.can_be_tried or self._health.canary_due_in_s > 0:
-            self._news.clear()
+            self._changed.clear()
             due_in_s = self._health.canary_due_in_s if self._subject.can_be_tried else float("inf")
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due_in_s == float("inf") else due_in_s):
-                    await self._news.wait()
+                    await self._changed.wait()
 
     async def _try_out(self) -> BatonError | None:
         timeout_s = self._health.canary_timeout_s

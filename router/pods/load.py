@@ -53,7 +53,7 @@ class PodLoad:
         self._reported = pods_pb2.PodStats()
 
     def report(self, stats: pods_pb2.PodStats) -> None:
-        """News from the pod."""
+        """Events of the pod."""
         before, self._reported = self._reported, stats
         self._tokens_at_report = self.num_tokens
         self._requests_at_report = self.num_requests

@@ -30,7 +30,7 @@ class DeltaSink(Protocol):
         """The client's request; None: a canary."""
 
     def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
-        """News from the pod, in order. `now` is time.monotonic() of their arrival."""
+        """Events of the pod, in order. `now` is time.monotonic() of their arrival."""
 
     def on_lost(self, error: BatonError) -> None:
         """Nothing more will come: the session broke, or the sink itself raised."""
@@ -131,7 +131,7 @@ class DecodeSession:
             sink.on_delta(delta, now)
         except Exception:  # one request's fault must not take its neighbours along
             logger.exception(
-                "request %s cannot take its news", delta.request_id, extra=fields(request_id=delta.request_id)
+                "request %s cannot take its events", delta.request_id, extra=fields(request_id=delta.request_id)
             )
             sink.on_lost(BatonError("internal error; the router's log has the details"))
 

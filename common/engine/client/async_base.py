@@ -51,7 +51,7 @@ class AsyncClientBase(abc.ABC):
         self._call_timeout_s = call_timeout_s
         self._spec: EngineSpec | None = None
         self._outputs: deque[EngineCoreOutputs] = deque()
-        self._news = asyncio.Event()  # outputs, death or close
+        self._changed = asyncio.Event()  # outputs, death or close
         self._settled = asyncio.Event()  # the start has succeeded or failed
         self._died = asyncio.Event()
         self._call_ids = itertools.count(1)
@@ -82,7 +82,7 @@ class AsyncClientBase(abc.ABC):
             case EngineCoreOutputs():
                 if self._closing is None:
                     self._outputs.append(reply)
-                    self._news.set()
+                    self._changed.set()
             case CallResult():
                 answer = self._calls.pop(reply.call_id, None)
                 if answer is not None and not answer.done():
@@ -103,7 +103,7 @@ class AsyncClientBase(abc.ABC):
         self._fail_calls(cause.message)
         self._settled.set()
         self._died.set()
-        self._news.set()
+        self._changed.set()
 
     # -- EngineClient -----------------------------------------------------------------------------------------------
 
@@ -138,15 +138,15 @@ class AsyncClientBase(abc.ABC):
         self._check_alive()
         self._send(AbortRequests(list(request_ids)))
 
-    def update_transfer(self, update: TransferUpdate) -> None:
+    def update_transfer(self, command: TransferUpdate) -> None:
         """Passes on an update of a consumer's handoff."""
         self._check_alive()
-        self._send(update)
+        self._send(command)
 
-    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+    def quiesce_transfer(self, command: TransferQuiesced) -> None:
         """Reports that a producer no longer writes to a consumer's blocks."""
         self._check_alive()
-        self._send(news)
+        self._send(command)
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """Gives a producer the blocks to which a direct connector writes."""
@@ -164,8 +164,8 @@ class AsyncClientBase(abc.ABC):
             if self._closing is not None:
                 return
             self._check_alive()
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def spec(self) -> EngineSpec:
         """Facts of the started engine."""
@@ -222,7 +222,7 @@ class AsyncClientBase(abc.ABC):
             self._closing = asyncio.create_task(self._stop_engine(), name="engine-close")
             self._outputs.clear()
             self._fail_calls("the engine is closed")
-            self._news.set()
+            self._changed.set()
         await asyncio.shield(self._closing)  # so that a cancelled caller leaves no partly closed engine
 
     # -- inside -----------------------------------------------------------------------------------------------------

@@ -47,10 +47,10 @@ class EngineClient(Protocol):
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
         """Ends generations; each live one still answers, with FinishReason.ABORT."""
 
-    def update_transfer(self, update: TransferUpdate) -> None:
+    def update_transfer(self, command: TransferUpdate) -> None:
         """Passes on an update of a consumer's handoff."""
 
-    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+    def quiesce_transfer(self, command: TransferQuiesced) -> None:
         """Reports that a producer no longer writes to a consumer's blocks."""
 
     def set_transfer_target(self, target: TransferTarget) -> None:

@@ -92,15 +92,15 @@ class DataParallelClient:
         for rank, own in by_engine.items():
             self._engines[rank].abort_requests(own)
 
-    def update_transfer(self, update: TransferUpdate) -> None:
+    def update_transfer(self, command: TransferUpdate) -> None:
         """See EngineClient."""
         self._check_alive()
-        self._engines[data_parallel_rank_of(update.request_id)].update_transfer(update)
+        self._engines[data_parallel_rank_of(command.request_id)].update_transfer(command)
 
-    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+    def quiesce_transfer(self, command: TransferQuiesced) -> None:
         """See EngineClient."""
         self._check_alive()
-        self._engines[data_parallel_rank_of(news.request_id)].quiesce_transfer(news)
+        self._engines[data_parallel_rank_of(command.request_id)].quiesce_transfer(command)
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """See EngineClient."""
@@ -109,10 +109,10 @@ class DataParallelClient:
 
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         """See EngineClient. Those of each engine are in order."""
-        news: asyncio.Queue[EngineCoreOutputs | EngineDeadError | None] = asyncio.Queue(_MAX_BACKLOG)
-        readers = [asyncio.create_task(self._read(rank, news), name=f"outputs {rank}") for rank in range(self._size)]
+        queue: asyncio.Queue[EngineCoreOutputs | EngineDeadError | None] = asyncio.Queue(_MAX_BACKLOG)
+        readers = [asyncio.create_task(self._read(rank, queue), name=f"outputs {rank}") for rank in range(self._size)]
         try:
-            while (item := await news.get()) is not None:
+            while (item := await queue.get()) is not None:
                 if isinstance(item, EngineDeadError):
                     raise item
                 yield item
@@ -172,18 +172,18 @@ class DataParallelClient:
         num_waiting = stats.num_waiting + stats.num_waiting_for_remote_kv + self._num_sent[rank]
         return _WAITING_WEIGHT * num_waiting + stats.num_running
 
-    async def _read(self, rank: int, news: asyncio.Queue[EngineCoreOutputs | EngineDeadError | None]) -> None:
+    async def _read(self, rank: int, queue: asyncio.Queue[EngineCoreOutputs | EngineDeadError | None]) -> None:
         try:
             async for outputs in self._engines[rank].outputs():
                 if outputs.stats is not None:
                     self._stats[rank] = outputs.stats
                     self._num_sent[rank] = 0
-                await news.put(msgspec.structs.replace(outputs, data_parallel_rank=rank) if rank else outputs)
-            await news.put(None)
+                await queue.put(msgspec.structs.replace(outputs, data_parallel_rank=rank) if rank else outputs)
+            await queue.put(None)
         except EngineDeadError as error:
             died = EngineDeadError(f"engine {rank} of {self._size}: {error.message}")
             self._cause_of_death = self._cause_of_death or died
-            await news.put(died)
+            await queue.put(died)
 
     def _check_alive(self) -> None:
         if self._cause_of_death is not None:

@@ -46,10 +46,10 @@ class InprocClient:
         if executor is None:
             executor = EXECUTORS.find(config.parallel.executor_name)(config)
         self._wakeup = threading.Event()
-        self._news: deque[RequestOutput] = deque()  # of transfers, between steps
+        self._outputs: deque[RequestOutput] = deque()  # of transfers, between steps
         self._dead = ""
         self._core = EngineCore(
-            config, executor, on_wakeup=self._wakeup.set, on_news=self._take_news, on_failure=self._fail
+            config, executor, on_wakeup=self._wakeup.set, on_outputs=self._take_outputs, on_failure=self._fail
         )
 
     @property
@@ -60,12 +60,12 @@ class InprocClient:
     @property
     def has_work(self) -> bool:
         """True if a step would do something now."""
-        return bool(self._news) or self._core.has_work
+        return bool(self._outputs) or self._core.has_work
 
     @property
     def has_unfinished(self) -> bool:
         """True while any request lives, any KV is in transfer, or there are outputs that no step has returned."""
-        return bool(self._news) or self._core.has_unfinished
+        return bool(self._outputs) or self._core.has_unfinished
 
     def add_request(self, request: AddRequest) -> None:
         """Starts a generation. A request that cannot be admitted ends with FinishReason.ERROR in the next outputs."""
@@ -79,20 +79,20 @@ class InprocClient:
         self._core.receive(AbortRequests(list(request_ids)))
         self._core.abort_requests(request_ids)
 
-    def update_transfer(self, update: TransferUpdate) -> None:
+    def update_transfer(self, command: TransferUpdate) -> None:
         """Passes on an update of a consumer's handoff."""
         self._check_alive()
-        self._core.receive(update)
+        self._core.receive(command)
 
     def set_transfer_target(self, target: TransferTarget) -> None:
         """Gives a producer the blocks to which a direct connector writes."""
         self._check_alive()
         self._core.receive(target)
 
-    def quiesce_transfer(self, news: TransferQuiesced) -> None:
+    def quiesce_transfer(self, command: TransferQuiesced) -> None:
         """Reports that a producer no longer writes to a consumer's blocks."""
         self._check_alive()
-        self._core.receive(news)
+        self._core.receive(command)
 
     def step(self, *, timeout_s: float = _TRANSFER_TIMEOUT_S) -> EngineCoreOutputs:
         """Computes one step. If it only waits for KV in transfer, returns after a change or `timeout_s` seconds.
@@ -110,8 +110,8 @@ class InprocClient:
             if isinstance(error, Exception):
                 raise EngineDeadError(self._dead) from error
             raise
-        news = [self._news.popleft() for _ in range(len(self._news))]
-        return msgspec.structs.replace(outputs, outputs=news + outputs.outputs) if news else outputs
+        earlier = [self._outputs.popleft() for _ in range(len(self._outputs))]
+        return msgspec.structs.replace(outputs, outputs=earlier + outputs.outputs) if earlier else outputs
 
     def stats(self) -> EngineStats:
         """Returns the current statistics."""
@@ -141,8 +141,8 @@ class InprocClient:
     ) -> None:
         self.close()
 
-    def _take_news(self, outputs: EngineCoreOutputs) -> None:
-        self._news.extend(outputs.outputs)
+    def _take_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._outputs.extend(outputs.outputs)
         self._wakeup.set()
 
     def _fail(self, error: Exception) -> None:

@@ -63,12 +63,12 @@ class GrammarCompiler:
         self,
         config: GrammarConfig,
         source: TokenizerSource,
-        on_notes: Callable[[], None],
+        on_events: Callable[[], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """`on_notes` is called on any thread when `collect` has something, `on_failure` if the thread has died."""
+        """`on_events` is called on any thread when `collect` has something, `on_failure` if the thread has died."""
         self._config = config
-        self._on_notes = on_notes
+        self._on_events = on_events
         self._on_failure = on_failure
         self._lock = threading.Lock()  # of the next seven
         self._asking: dict[Request, Grammar] = {}
@@ -112,7 +112,7 @@ class GrammarCompiler:
             self.release(grammar)
 
     @property
-    def has_notes(self) -> bool:
+    def has_events(self) -> bool:
         """See Grammars."""
         return bool(self._settled)
 
@@ -301,7 +301,7 @@ class GrammarCompiler:
                 self._problems.put(job.key, result)
             problem = result if isinstance(result, BatonError) else None
             self._settled.extend((grammar, problem) for grammar in grammars)
-        self._on_notes()
+        self._on_events()
 
     def _end_all(self) -> None:
         with self._lock:

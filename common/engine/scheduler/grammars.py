@@ -32,14 +32,14 @@ class Grammars(Protocol):
         """Returns what was compiled, or not, since the last call."""
 
     @property
-    def has_notes(self) -> bool:
+    def has_events(self) -> bool:
         """Whether `collect` would do something."""
 
 
 class NoGrammars:
     """Grammars of an engine that cannot constrain output."""
 
-    has_notes = False
+    has_events = False
 
     def ask(self, request: Request) -> RequestGrammar | None:
         """See Grammars."""

@@ -93,7 +93,7 @@ class KVTransfers(Protocol):
         """Whether blocks of a request of this id are still in transfer."""
 
     @property
-    def has_notes(self) -> bool:
+    def has_events(self) -> bool:
         """Whether `collect` would do something."""
 
     @property
@@ -108,7 +108,7 @@ class KVTransfers(Protocol):
 class NoTransfers:
     """KVTransfers of an engine without a connector."""
 
-    has_notes = False
+    has_events = False
     pinned_blocks: Sequence[Block] = ()
     writable_blocks: Sequence[Block] = ()
 

@@ -54,7 +54,7 @@ class Lifecycle:
         self._grammars = grammars
         self._block_size = kv.block_size
         self._outbox = Outbox()
-        self._has_urgent_news = False  # a client or a pod can go on while the step runs
+        self._has_urgent_outputs = False  # a client or a pod can go on while the step runs
         self._dropped: list[RequestId] = []  # to be removed by the runner
         self._flights: deque[_Flight] = deque()  # steps that run or are about to, in order
         self.drafts: dict[Request, list[int]] = {}  # proposed when the last step ended
@@ -63,7 +63,7 @@ class Lifecycle:
         self.is_stalled = False  # a waiting request found too few blocks, and nothing has changed since
 
     @property
-    def has_news(self) -> bool:
+    def has_outputs(self) -> bool:
         """Whether there are outputs for the client or dropped requests for the runner."""
         return bool(self._dropped or self._outbox)
 
@@ -77,12 +77,12 @@ class Lifecycle:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def take_news(self, *, urgent_only: bool = False) -> list[RequestOutput]:
+    def take_outputs(self, *, urgent_only: bool = False) -> list[RequestOutput]:
         """Returns outputs since the last call. `urgent_only`: none, unless the client can go on with them while a step
         runs."""
-        if urgent_only and not self._has_urgent_news:
+        if urgent_only and not self._has_urgent_outputs:
             return []
-        self._has_urgent_news = False
+        self._has_urgent_outputs = False
         return self._outbox.drain()
 
     # ---------------------------------------------------------------- beginnings
@@ -170,7 +170,7 @@ class Lifecycle:
             reserved_block_ids=list(reserved_block_ids),
         )
         self._outbox.add_event(request, started)
-        self._has_urgent_news |= request.is_producer or bool(reserved_block_ids)
+        self._has_urgent_outputs |= request.is_producer or bool(reserved_block_ids)
 
     def _claim_blocks(self, request: Request, prefix: Prefix) -> None:
         self._kv.allocate(request, prefix)
@@ -215,7 +215,7 @@ class Lifecycle:
         request.has_computed(min(num_valid, known))  # without the first token, the last one is computed again
         self._kv.cache_computed(request)
         self._transfers.arrived(request, handoff)
-        self._has_urgent_news |= handoff.first_token is not None
+        self._has_urgent_outputs |= handoff.first_token is not None
         request.wants_prompt_logprobs = request.wants_prompt_logprobs and not is_complete  # else the producer has them
         if handoff.may_be_written or request.wants_prompt_logprobs or self._kv.lacks_blocks(request):
             self._start_over(request, handoff.first_token)

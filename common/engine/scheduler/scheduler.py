@@ -212,8 +212,8 @@ class Scheduler:
         places = self._places
         has_slot = len(self._running) < self._max_num_running
         return bool(
-            self._transfers.has_notes
-            or self._grammars.has_notes
+            self._transfers.has_events
+            or self._grammars.has_events
             or (has_slot and places.ready)
             or (not self._lifecycle.is_stalled and (places.consumers or (has_slot and places.waiting)))
         )
@@ -229,10 +229,10 @@ class Scheduler:
 
     def _collect(self, now: float) -> None:
         """Take what has arrived. Requests that have ended meanwhile need nothing of it."""
-        if self._grammars.has_notes:
+        if self._grammars.has_events:
             for answer in self._grammars.collect():
                 self._lifecycle.take_grammar(answer)
-        if not self._transfers.has_notes:
+        if not self._transfers.has_events:
             return
         for arrival in self._transfers.collect():
             match arrival:
@@ -517,9 +517,9 @@ class Scheduler:
         request = self._places.live.get(request_id)
         return None if request is None else request.grammar
 
-    def take_urgent_news(self) -> list[RequestOutput]:
+    def take_urgent_outputs(self) -> list[RequestOutput]:
         """Returns outputs that should be sent before the step runs; called after `schedule`. Often none."""
-        return self._lifecycle.take_news(urgent_only=True)
+        return self._lifecycle.take_outputs(urgent_only=True)
 
     def awaited(self, outcomes: Mapping[RequestId, Outcome]) -> Mapping[RequestId, Outcome]:
         """Returns the outcomes of the first step in flight without those of requests that have left it, which may have
@@ -545,7 +545,7 @@ class Scheduler:
             if step.work == num_tokens and self._lifecycle.totals.drafts.num_proposed:  # prompts weigh more
                 self._draft_depth.observe(own_s, num_tokens, step.num_context_tokens, has_drafts=bool(step.drafts))
         self._lifecycle.step_ended(result, step_s)
-        return self._lifecycle.take_news()
+        return self._lifecycle.take_outputs()
 
     # ---------------------------------------------------------------- for the core
 
@@ -556,9 +556,9 @@ class Scheduler:
         return bool(
             self._running
             or self._places.ready
-            or self._lifecycle.has_news
-            or self._transfers.has_notes
-            or self._grammars.has_notes
+            or self._lifecycle.has_outputs
+            or self._transfers.has_events
+            or self._grammars.has_events
             or (self._places.has_waiting and not self._lifecycle.is_stalled)
         )
 

@@ -1,7 +1,7 @@
 """Everything that moves KV into and out of an engine.
 
     step loop            TransferPort  --messages-->  TransferActor (a thread)  --jobs-->  connector
-                                       <---notes----      runs a Mover          <-results--
+                                       <---events----      runs a Mover          <-results--
     receivers of commands      --client's updates-->           |
     client                     <-------KVSaved------------------'
 

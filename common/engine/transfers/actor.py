@@ -16,7 +16,7 @@ from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import Connector, ConnectorFacts
 from common.engine.messages import EngineStats, RequestOutput
 from common.engine.transfers.measured import MeasuredConnector
-from common.engine.transfers.messages import Message, Note
+from common.engine.transfers.messages import Message, TransferEvent
 from common.engine.transfers.mover import Mover
 
 _STOP_TIMEOUT_S = 5.0  # for the message at hand
@@ -35,7 +35,7 @@ _STOP = _Stop()
 
 
 class TransferActor:
-    """Runs a Mover. `put` and `note_settled` may be called from any thread; notes are read by the step loop.
+    """Runs a Mover. `put` and `note_settled` may be called from any thread; events are read by the step loop.
 
     The inbox has no bound of its own: each live request has a few messages, and the connector at most one.
     """
@@ -43,26 +43,26 @@ class TransferActor:
     def __init__(
         self,
         *,
-        on_notes: Callable[[], None],
-        on_news: Callable[[list[RequestOutput]], None],
+        on_events: Callable[[], None],
+        on_outputs: Callable[[list[RequestOutput]], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """All are called on the actor's thread: `on_notes` when there are new notes, `on_news` with outputs for
+        """All are called on the actor's thread: `on_events` when there are new events, `on_outputs` with outputs for
         clients, `on_failure` with the error that has ended the thread."""
-        self._on_notes = on_notes
-        self._on_news = on_news
+        self._on_events = on_events
+        self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Message | _Settled | _Stop] = queue.SimpleQueue()
-        self._notes: deque[Note] = deque()
+        self._events: deque[TransferEvent] = deque()
         self._is_settled = False  # the inbox holds a _Settled
         self._mover: Mover | None = None
         self._measured: MeasuredConnector | None = None
         self._thread: threading.Thread | None = None
 
     @property
-    def has_notes(self) -> bool:
-        """True if `take_notes` would return something."""
-        return bool(self._notes)
+    def has_events(self) -> bool:
+        """True if `take_events` would return something."""
+        return bool(self._events)
 
     def start(self, connector: Connector, facts: ConnectorFacts, groups: KVGroups) -> None:
         """Begin to serve. The connector is called on the actor's thread from now on."""
@@ -85,12 +85,12 @@ class TransferActor:
             self._is_settled = True
             self._inbox.put(_SETTLED)
 
-    def take_notes(self) -> list[Note]:
-        """Notes since the last call, in order."""
-        notes = []
-        while self._notes:
-            notes.append(self._notes.popleft())
-        return notes
+    def take_events(self) -> list[TransferEvent]:
+        """Events since the last call, in order."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def stop(self) -> None:
         """End the thread; the connector is no longer called. Idempotent."""
@@ -115,9 +115,9 @@ class TransferActor:
             mover.settle(connector.poll())
         else:
             mover.handle(message)
-        if news := mover.take_news():
-            self._on_news(news)
-        if notes := mover.take_notes():
-            self._notes.extend(notes)
-            self._on_notes()
+        if outputs := mover.take_outputs():
+            self._on_outputs(outputs)
+        if events := mover.take_events():
+            self._events.extend(events)
+            self._on_events()
         return True

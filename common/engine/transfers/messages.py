@@ -112,4 +112,4 @@ class Closed(NamedTuple):
     request_id: RequestId
 
 
-Note = Moved | HandedOver | Closed
+TransferEvent = Moved | HandedOver | Closed

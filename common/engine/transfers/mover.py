@@ -1,7 +1,7 @@
 """Moves KV: decides which blocks go where and when, and whom to notify. A state machine without threads or a clock.
 
 It takes messages of the step loop and of clients, and results of the connector, in whatever order they come, and yields
-jobs for the connector, notes for the step loop and outputs for clients. `TransferActor` runs it on a thread.
+jobs for the connector, events for the step loop and outputs for clients. `TransferActor` runs it on a thread.
 
     producer    Announce, Send as chunks are computed, [TransferTarget] --> saves --> KVSaved, ..., Closed
     consumer    Announce, Receive, TransferUpdates as KV becomes ready --> loads --> HandedOver, [window shut], Closed
@@ -38,11 +38,11 @@ from common.engine.transfers.messages import (
     LookUp,
     Message,
     Moved,
-    Note,
     Offload,
     Receive,
     Restore,
     Send,
+    TransferEvent,
     Withdraw,
 )
 from common.engine.transfers.streams import Batch, DirectIncoming, DirectOutgoing, Incoming, Outgoing
@@ -87,22 +87,22 @@ class Mover:
         self._tickets: dict[int, int] = {}  # jobs of tickets that are not answered
         self._hurried: set[int] = set()  # of those, the ones that were cancelled
         self._job_ids = itertools.count(1)
-        self._notes: list[Note] = []
-        self._news: dict[RequestId, list[RequestEvent]] = {}
+        self._events: list[TransferEvent] = []
+        self._outputs: dict[RequestId, list[RequestEvent]] = {}
 
     def __len__(self) -> int:
         """Handoffs and jobs that have not ended."""
         return len(self._incoming) + len(self._outgoing) + len(self._jobs)
 
-    def take_notes(self) -> list[Note]:
-        """Returns the notes for the step loop, in order, since the last call."""
-        notes, self._notes = self._notes, []
-        return notes
+    def take_events(self) -> list[TransferEvent]:
+        """Returns the events for the step loop, in order, since the last call."""
+        events, self._events = self._events, []
+        return events
 
-    def take_news(self) -> list[RequestOutput]:
+    def take_outputs(self) -> list[RequestOutput]:
         """Returns the events for clients since the last call."""
-        news, self._news = self._news, {}
-        return [RequestOutput(request_id=request_id, events=events) for request_id, events in news.items()]
+        outputs, self._outputs = self._outputs, {}
+        return [RequestOutput(request_id=request_id, events=events) for request_id, events in outputs.items()]
 
     def handle(self, message: Message) -> None:
         """Take one message."""
@@ -114,7 +114,7 @@ class Mover:
             case Receive():
                 self._receive(message)
             case TransferUpdate() | TransferQuiesced():
-                self._take_news_of(message)
+                self._take_command(message)
             case TransferTarget():
                 self._aim(message)
             case LookUp():
@@ -187,7 +187,7 @@ class Mover:
                 self._save(outgoing, part)
         self._report(outgoing)
         if outgoing.is_over and self._outgoing.pop(outgoing.request_id, None) is not None:
-            self._notes.append(Closed(outgoing.request_id))
+            self._events.append(Closed(outgoing.request_id))
 
     def _save(self, outgoing: Outgoing, batch: Batch) -> None:
         blocks = batch.blocks
@@ -224,7 +224,7 @@ class Mover:
             outgoing.num_reported_tokens = num_tokens
             outgoing.is_reported_broken = bool(failure)
             saved = KVSaved(num_tokens=num_tokens, failure=failure, digests=outgoing.take_digests())
-            self._news.setdefault(outgoing.request_id, []).append(saved)
+            self._outputs.setdefault(outgoing.request_id, []).append(saved)
 
     # ---------------------------------------------------------------- consumers
 
@@ -234,15 +234,15 @@ class Mover:
             incoming.reserve(message.blocks)
             self._advance_incoming(incoming)
 
-    def _take_news_of(self, news: TransferUpdate | TransferQuiesced) -> None:
+    def _take_command(self, command: TransferUpdate | TransferQuiesced) -> None:
         """Ignored if the consumer is of another epoch."""
-        incoming = self._incoming.get(news.request_id)
-        if incoming is None or incoming.epoch != news.epoch:
+        incoming = self._incoming.get(command.request_id)
+        if incoming is None or incoming.epoch != command.epoch:
             return
-        if isinstance(news, TransferQuiesced):
+        if isinstance(command, TransferQuiesced):
             incoming.quiesce()
         else:
-            incoming.apply(news, self._clock())
+            incoming.apply(command, self._clock())
         self._advance_incoming(incoming)
 
     def _advance_incoming(self, incoming: Incoming) -> None:
@@ -282,7 +282,7 @@ class Mover:
     def _conclude(self, incoming: Incoming) -> None:
         incoming.is_concluded = True
         self._close_incoming(incoming)  # first: the step loop must not compute into blocks that may be written to
-        self._notes.append(
+        self._events.append(
             HandedOver(
                 request_id=incoming.request_id,
                 num_blocks=incoming.num_moved_spans,
@@ -298,7 +298,7 @@ class Mover:
         if not incoming.is_concluded or incoming.in_flight or incoming.is_window_open:
             return
         if self._incoming.pop(incoming.request_id, None) is not None:
-            self._notes.append(Closed(incoming.request_id))
+            self._events.append(Closed(incoming.request_id))
 
     # ---------------------------------------------------------------- tiers
 
@@ -336,7 +336,7 @@ class Mover:
 
         def settled(result: TransferResult) -> None:
             del self._tickets[ticket]
-            self._notes.append(Moved(ticket, min(max(result.num_blocks_ok, 0), num_blocks), result.found))
+            self._events.append(Moved(ticket, min(max(result.num_blocks_ok, 0), num_blocks), result.found))
 
         job_id = self._tickets[ticket] = self._open(settled)
         return job_id

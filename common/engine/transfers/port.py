@@ -1,4 +1,4 @@
-"""The step loop's side of KV transfers: pins blocks, sends them to the actor, and collects its notes."""
+"""The step loop's side of KV transfers: pins blocks, sends them to the actor, and collects its events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from common.engine.transfers.messages import (
     LookUp,
     Message,
     Moved,
-    Note,
     Offload,
     Receive,
     Restore,
     Send,
+    TransferEvent,
     Withdraw,
 )
 from common.types import BlockHash, RequestId
@@ -43,11 +43,11 @@ class Actor(Protocol):
         """Deliver a message; they stay in order."""
 
     @property
-    def has_notes(self) -> bool:
-        """Whether `take_notes` would return something."""
+    def has_events(self) -> bool:
+        """Whether `take_events` would return something."""
 
-    def take_notes(self) -> list[Note]:
-        """Notes since the last call, in order."""
+    def take_events(self) -> list[TransferEvent]:
+        """Events since the last call, in order."""
 
 
 class _Lookup(NamedTuple):
@@ -222,14 +222,14 @@ class TransferPort:
         """See KVTransfers."""
         interrupted = self._phases.enter(Phase.TRANSFER)
         arrivals: list[Arrival] = []
-        for note in self._actor.take_notes():
-            match note:
+        for event in self._actor.take_events():
+            match event:
                 case Moved():
-                    self._answer(note, arrivals)
+                    self._answer(event, arrivals)
                 case HandedOver():
-                    arrivals.append(note)
+                    arrivals.append(event)
                 case Closed():
-                    self._close(note.request_id)
+                    self._close(event.request_id)
         self._phases.enter(interrupted)
         return arrivals
 
@@ -238,9 +238,9 @@ class TransferPort:
         return request_id in self._open
 
     @property
-    def has_notes(self) -> bool:
+    def has_events(self) -> bool:
         """See KVTransfers."""
-        return self._actor.has_notes
+        return self._actor.has_events
 
     @property
     def pinned_blocks(self) -> Iterator[Block]:
@@ -313,23 +313,23 @@ class TransferPort:
         self._tickets[self._num_tickets] = question
         return self._num_tickets
 
-    def _answer(self, note: Moved, arrivals: list[Arrival]) -> None:
-        match self._tickets.pop(note.ticket):
+    def _answer(self, event: Moved, arrivals: list[Arrival]) -> None:
+        match self._tickets.pop(event.ticket):
             case _Lookup(request, first):
-                self._stop_waiting(request, note.ticket)
-                num_kept = self._kv.num_kept(first, note.num_blocks, note.found)
+                self._stop_waiting(request, event.ticket)
+                num_kept = self._kv.num_kept(first, event.num_blocks, event.found)
                 arrivals.append(Kept(request, first + num_kept if num_kept else 0))
             case _Restore(request, first, stop, blocks):
-                self._stop_waiting(request, note.ticket)
+                self._stop_waiting(request, event.ticket)
                 self._kv.unpin(blocks)
                 order = self._kv.groups.order(stop * self._kv.block_size)
-                num_valid = order.num_spans(order.num_blocks(first) + note.num_blocks)
+                num_valid = order.num_spans(order.num_blocks(first) + event.num_blocks)
                 arrivals.append(Restored(request, self._kv.num_usable(first, num_valid, stop)))
             case _Offload(blocks):
                 self._kv.unpin(blocks)
                 self._num_offloading -= len(blocks)
-                self._totals.num_offloaded += note.num_blocks
-                self._totals.num_offload_failures += len(blocks) - note.num_blocks
+                self._totals.num_offloaded += event.num_blocks
+                self._totals.num_offload_failures += len(blocks) - event.num_blocks
 
     def _stop_waiting(self, request: Request, ticket: int) -> None:
         if self._awaited.get(request.request_id) == ticket:

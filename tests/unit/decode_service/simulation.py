@@ -363,11 +363,11 @@ class _Client:
     def abort_requests(self, request_ids: Sequence[RequestId]) -> None:
         self._engine.abort(*request_ids)
 
-    def _tell(self, news: TransferUpdate | TransferTarget | TransferQuiesced) -> None:
-        if isinstance(news, TransferQuiesced):
-            self._engine.quiesce(news.request_id, epoch=news.epoch)
+    def _tell(self, command: TransferUpdate | TransferTarget | TransferQuiesced) -> None:
+        if isinstance(command, TransferQuiesced):
+            self._engine.quiesce(command.request_id, epoch=command.epoch)
         else:
-            self._engine.tell(news)
+            self._engine.tell(command)
 
 
 # -- pods --------------------------------------------------------------------------------------------------------------

@@ -41,11 +41,11 @@ class RecordingEngine:
         self.added.append(request)
         return RequestId("a~1")
 
-    def update_transfer(self, update: TransferUpdate) -> None:
-        self.updates.append(update)
+    def update_transfer(self, command: TransferUpdate) -> None:
+        self.updates.append(command)
 
-    def quiesce_transfer(self, news: TransferQuiesced) -> None:
-        self.updates.append(news)
+    def quiesce_transfer(self, command: TransferQuiesced) -> None:
+        self.updates.append(command)
 
     def forget(self, engine_id: RequestId) -> None:
         self.forgotten.append(engine_id)

@@ -322,18 +322,18 @@ class MultiprocExecutor:
         elsewhere = [rank.calls for rank in others]
         ring = self._ring = RingWriter([calls.own for calls, _ in pairs], self._timeout_s, elsewhere)
         self._cleanup.callback(ring.close)
-        for number, (calls, news) in enumerate(pairs):
+        for number, (calls, events) in enumerate(pairs):
             inherited = ring.descriptors(number)
-            launch = msgspec.structs.replace(launches[number], ring=tuple(inherited), news=news.others.fileno())
-            with calls.others, news.others:
-                process = start_rank(number, num_here, calls.others, (*inherited, digests, launch.news))
+            launch = msgspec.structs.replace(launches[number], ring=tuple(inherited), events=events.others.fileno())
+            with calls.others, events.others:
+                process = start_rank(number, num_here, calls.others, (*inherited, digests, launch.events))
             calls.own.send(encode(launch))
-            self._add_rank(LocalProcess(process), calls.own, news.own, None)
+            self._add_rank(LocalProcess(process), calls.own, events.own, None)
         for number, rank in enumerate(others, num_here):
             self._add_rank(
                 rank.process,
                 rank.calls,
-                rank.news,
+                rank.events,
                 RankDigests(digests, number, self._num_ranks, self._config.parallel.tensor_parallel_size),
             )
         return f"{directory}/rendezvous"
@@ -355,12 +355,12 @@ class MultiprocExecutor:
         nodes.wait()
         return nodes
 
-    def _add_rank(self, process: RankProcess, calls: Channel, news: Channel, digests: RankDigests | None) -> None:
-        news.limit_sends(self._timeout_s)
+    def _add_rank(self, process: RankProcess, calls: Channel, events: Channel, digests: RankDigests | None) -> None:
+        events.limit_sends(self._timeout_s)
         calls.limit_receives(self._timeout_s)
         name = f"rank {len(self._ranks)} of {self._num_ranks}"
         steps = lambda: self._num_steps  # noqa: E731
-        self._ranks.append(_Rank(name, process, calls, news, self._fail, self._has_failed, steps, digests))
+        self._ranks.append(_Rank(name, process, calls, events, self._fail, self._has_failed, steps, digests))
 
     def _call(self, call: ToRanks, kind: type[_Answer]) -> list[_Answer]:
         """The answers of all ranks to a call of the start."""
@@ -479,7 +479,7 @@ class _Rank:
         name: str,
         process: RankProcess,
         calls: Channel,
-        news: Channel,
+        events: Channel,
         on_failure: Callable[[Exception], None],
         has_failed: threading.Event,
         num_steps: Callable[[], int],
@@ -488,12 +488,12 @@ class _Rank:
         """`on_failure` is called when the process fails or ends, also if it was told to end; `has_failed` is set once
         any rank has. `digests`: of a rank that does not see those of the first one."""
         self.calls = calls
-        self.connector = RankConnector(news, num_steps)
+        self.connector = RankConnector(events, num_steps)
         self.name = name
         self.figures: RankFigures | None = None  # what it last told of itself
         self.checked: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()  # answers; None: there will be none
         self.process = process
-        self._news = news
+        self._events = events
         self._on_failure = on_failure
         self._has_failed = has_failed
         self.is_elsewhere = digests is not None  # on another machine
@@ -504,16 +504,16 @@ class _Rank:
     def end(self, timeout_s: float) -> None:
         """Waits for the process to end, and ends it after that time."""
         self.process.end(timeout_s)
-        self._news.shut_down()
+        self._events.shut_down()
         self._thread.join()
         self.calls.close()
-        self._news.close()
+        self._events.close()
 
     def _listen(self) -> None:
         decode: Decoder[FromRank] = Decoder(FromRank)
         try:
             while True:
-                match decode(self._news.receive()):
+                match decode(self._events.receive()):
                     case Settled(results):
                         self.connector.settle(results)
                     case OwnFigures(figures):
@@ -543,12 +543,12 @@ class _Rank:
 class RankConnector:
     """See Connector. That of a rank's process."""
 
-    def __init__(self, news: Channel, num_steps: Callable[[], int]) -> None:
+    def __init__(self, events: Channel, num_steps: Callable[[], int]) -> None:
         """`num_steps`: how many have computed something."""
         self.on_settled: Callable[[], None] = lambda: None
         self.heads: SlotHeads | None = None  # of a rank that does not see the slots
         self._saves: dict[int, tuple[int, ...]] = {}  # its jobs and their slots
-        self._news = news
+        self._events = events
         self._num_steps = num_steps
         self._settled: deque[TransferResult] = deque()
 
@@ -587,7 +587,7 @@ class RankConnector:
 
     def _send(self, message: Transfer) -> None:
         try:
-            self._news.send(encode(message))
+            self._events.send(encode(message))
         except TimeoutError as error:
             raise EngineDeadError("a rank takes no transfers") from error
         except OSError as error:

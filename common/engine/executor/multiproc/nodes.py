@@ -99,7 +99,7 @@ class Nodes:
                 self._links[number].send(StartRanks(of_node))
             except OSError as error:
                 raise EngineDeadError(f"{self._links[number].peer} is gone: {error}") from error
-        wanted = {(launch.rank, is_news) for launch in launches for is_news in (False, True)}
+        wanted = {(launch.rank, is_events) for launch in launches for is_events in (False, True)}
         with self._changed:
             self._changed.wait_for(lambda: self._failure or wanted <= self._channels.keys(), _RANKS_TIMEOUT_S)
             if self._failure is not None:
@@ -185,9 +185,9 @@ class Nodes:
             raise ConfigError("a rank of another start")
         channel.limit_receives(0)  # none
         with self._changed:
-            if (greeting.rank, greeting.is_news) in self._channels:
+            if (greeting.rank, greeting.is_events) in self._channels:
                 raise ConfigError(f"a second rank {greeting.rank}")
-            self._channels[greeting.rank, greeting.is_news] = channel
+            self._channels[greeting.rank, greeting.is_events] = channel
             self._changed.notify_all()
 
     def _take_node(self, greeting: JoinNode, channel: Channel, host: str) -> Link[FromNode]:
@@ -264,7 +264,7 @@ class RemoteRank(NamedTuple):
 
     process: RemoteProcess
     calls: Channel
-    news: Channel
+    events: Channel
 
 
 def _names(numbers: Iterable[int]) -> str:

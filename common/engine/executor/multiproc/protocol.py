@@ -6,11 +6,11 @@ Ring, driver to all ranks:    `IdentifyModel`, `LoadModel`, `InitializeKVCache` 
 Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Identified`, `Loaded`,
                               `Done` or `Opened`. The first rank of the last stage answers each step that computes
                               something, and asks for masks before it does.
-News, another socket of each: the driver's transfers; the rank's results of them, `Checked`, `OwnFigures`, its log, and
+Events, another socket:       the driver's transfers; the rank's results of them, `Checked`, `OwnFigures`, its log, and
                               `EngineFailed`, after which it ends. End of file tells either side that the other one is
                               gone.
 
-A rank on another machine connects calls and news itself, and gets on calls what is on the ring. That machine has a
+A rank on another machine connects calls and events itself, and gets on calls what is on the ring. That machine has a
 connection of its own: `JoinNode`, then `StartRanks`; `RankEnded`; `Alive` from both ends.
 """
 
@@ -46,8 +46,8 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     store_host: str = ""  # of the first rank, if there are several machines: its machine's address
     digests: int = -1  # see RankDigests
     ring: tuple[int, int, int] | None = None  # RingDescriptors; None: what is for all ranks comes over calls
-    news: int = -1
-    token: bytes = b""  # of a rank on another machine, which connects calls and news itself
+    events: int = -1
+    token: bytes = b""  # of a rank on another machine, which connects calls and events itself
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +64,7 @@ class JoinRank(msgspec.Struct, frozen=True, tag=True):
 
     token: bytes
     rank: int
-    is_news: bool
+    is_events: bool
 
 
 class StartRanks(msgspec.Struct, frozen=True, tag=True):

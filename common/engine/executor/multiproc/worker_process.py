@@ -2,7 +2,7 @@
 `common.engine.executor.multiproc.protocol` has their messages.
 
     ring ─▶ main thread: the worker's calls and steps ─▶ calls socket
-    news socket ◀─▶ transfer thread: the connector
+    events socket ◀─▶ transfer thread: the connector
 
 The transfer thread waits for no step but those that the driver has seen end, on the first rank. It sees as well that
 the driver is gone, and ends the process.
@@ -239,11 +239,11 @@ class RankProcess:
 
 
 class TransferThread:
-    """Owns the news socket's receiving end, and calls the connector."""
+    """Owns the events socket's receiving end, and calls the connector."""
 
-    def __init__(self, news: Channel, on_failure: Callable[[Exception], None], directory: str) -> None:
+    def __init__(self, events: Channel, on_failure: Callable[[Exception], None], directory: str) -> None:
         self.connector: Connector | None = None  # set once, before there are transfers
-        self._news = news
+        self._events = events
         self._on_failure = on_failure
         self._directory = directory
         self._decode: Decoder[Transfer] = Decoder(Transfer)
@@ -264,8 +264,8 @@ class TransferThread:
             self._step_ended.notify()
 
     def tell(self, message: Checked | OwnFigures | Settled | StepDigest) -> None:
-        """Sends the driver news. May be called from any thread."""
-        self._news.send(encode(message))
+        """Sends the driver a message. May be called from any thread."""
+        self._events.send(encode(message))
 
     def close(self) -> None:
         """The connector is not called any more."""
@@ -274,7 +274,7 @@ class TransferThread:
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._news, select.POLLIN)
+        poll.register(self._events, select.POLLIN)
         poll.register(self._settled, select.POLLIN)
         try:
             while True:
@@ -283,9 +283,9 @@ class TransferThread:
                         os.eventfd_read(self._settled)
                         self._tell_settled()
                         continue
-                    self._take(self._decode(self._news.receive()))
-                    while self._news.has_buffered:
-                        self._take(self._decode(self._news.receive()))
+                    self._take(self._decode(self._events.receive()))
+                    while self._events.has_buffered:
+                        self._take(self._decode(self._events.receive()))
         except (EOFError, ConnectionError):  # the driver is gone: no process uses this one any more
             shutil.rmtree(self._directory, ignore_errors=True)
             os._exit(EXIT_ORPHANED)
@@ -320,24 +320,24 @@ class TransferThread:
 class _DriversLog(logging.Handler):
     """Sends records to the driver, whose log they are in."""
 
-    def __init__(self, news: Channel) -> None:
+    def __init__(self, events: Channel) -> None:
         super().__init__()
-        self._news = news
+        self._events = events
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):  # the driver is gone
-            self._news.send(encode(LogLine(record.levelno, record.name, self.format(record))))
+            self._events.send(encode(LogLine(record.levelno, record.name, self.format(record))))
 
 
 def _channels(launch: RankLaunch, parent: Channel) -> tuple[Channel, Channel]:
-    """Calls and news. Raises OSError."""
+    """Calls and events. Raises OSError."""
     if launch.ring is not None:
-        return parent, Channel(socket.socket(fileno=launch.news))
-    calls, news = connect(launch.config), connect(launch.config)
-    for channel, is_news in ((calls, False), (news, True)):
-        channel.send(encode(JoinRank(launch.token, launch.rank, is_news)))
+        return parent, Channel(socket.socket(fileno=launch.events))
+    calls, events = connect(launch.config), connect(launch.config)
+    for channel, is_events in ((calls, False), (events, True)):
+        channel.send(encode(JoinRank(launch.token, launch.rank, is_events)))
         channel.limit_sends(launch.config.parallel.step_timeout_s)
-    return calls, news
+    return calls, events
 
 
 def _go_on_when_orphaned() -> None:
@@ -356,21 +356,21 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that no process that this one starts has it
     launch = Decoder[RankLaunch](RankLaunch)(parent.receive())
     try:
-        calls, news = _channels(launch, parent)
+        calls, events = _channels(launch, parent)
     except OSError:  # the driver is gone: no process uses this one any more
         os._exit(EXIT_ORPHANED)
-    logging.basicConfig(level=launch.log_level, format="%(message)s", handlers=[_DriversLog(news)])
+    logging.basicConfig(level=launch.log_level, format="%(message)s", handlers=[_DriversLog(events)])
 
     def fail(error: Exception) -> None:
         if not isinstance(error, ConfigError):  # which the driver reports
             logger.critical("it failed", exc_info=error)
         with contextlib.suppress(OSError):  # the driver is gone
-            news.send(encode(EngineFailed.of(error)))
+            events.send(encode(EngineFailed.of(error)))
         if launch.directory:  # the driver may be gone, and no other rank see that
             shutil.rmtree(launch.directory, ignore_errors=True)
         os._exit(EXIT_FAILED)
 
-    transfers = TransferThread(news, fail, launch.directory)
+    transfers = TransferThread(events, fail, launch.directory)
     try:
         RankProcess(launch, calls, transfers).run()
     except Exception as error:  # noqa: BLE001  whatever it is ends the rank, and the driver must hear of it

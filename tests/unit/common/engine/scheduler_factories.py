@@ -56,7 +56,7 @@ from common.engine.scheduler.grammars import Grammars
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
-from common.engine.transfers.messages import Announce, End, Message, Note
+from common.engine.transfers.messages import Announce, End, Message, TransferEvent
 from common.engine.transfers.mover import Mover
 from common.engine.transfers.port import TransferPort
 from common.errors import BatonError
@@ -90,12 +90,12 @@ class SyncActor:
 
     def __init__(self) -> None:
         self.mover: Mover | None = None  # set by the FakeEngine
-        self.on_news: Callable[[list[RequestOutput]], None] = lambda _: None
-        self._notes: list[Note] = []
+        self.on_outputs: Callable[[list[RequestOutput]], None] = lambda _: None
+        self._events: list[TransferEvent] = []
 
     @property
-    def has_notes(self) -> bool:
-        return bool(self._notes)
+    def has_events(self) -> bool:
+        return bool(self._events)
 
     def put(self, message: Message) -> None:
         assert self.mover is not None
@@ -109,13 +109,13 @@ class SyncActor:
 
     def flush(self) -> None:
         assert self.mover is not None
-        self._notes += self.mover.take_notes()
-        if news := self.mover.take_news():
-            self.on_news(news)
+        self._events += self.mover.take_events()
+        if outputs := self.mover.take_outputs():
+            self.on_outputs(outputs)
 
-    def take_notes(self) -> list[Note]:
-        notes, self._notes = self._notes, []
-        return notes
+    def take_events(self) -> list[TransferEvent]:
+        events, self._events = self._events, []
+        return events
 
 
 class SchedulerWithTransfers(Scheduler):
@@ -380,7 +380,7 @@ class FakeEngine:
         self._actor = self.scheduler.actor
         connector = self if self._ranks is None else self._ranks.connector
         self._actor.mover = Mover(connector, self.scheduler.facts, self._groups, lambda: self.now)
-        self._actor.on_news = self._collect
+        self._actor.on_outputs = self._collect
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -507,7 +507,7 @@ class FakeEngine:
         for request_id in step.num_scheduled_tokens:
             request, num_drafts = self.scheduler._places.live[request_id], len(step.drafts.get(request_id, []))
             assert request.num_scheduled_tokens - num_drafts <= request.num_tokens, "it computes unknown tokens"
-        self._collect(self.scheduler.take_urgent_news())
+        self._collect(self.scheduler.take_urgent_outputs())
         return step
 
     def end_step(self) -> Step:

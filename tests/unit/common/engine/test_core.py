@@ -59,7 +59,7 @@ def create_core(config: EngineConfig, executor: Executor, **callbacks: Any) -> E
     def fail(error: Exception) -> None:
         raise error
 
-    ignore = {"on_wakeup": lambda: None, "on_news": lambda _: None, "on_failure": fail}
+    ignore = {"on_wakeup": lambda: None, "on_outputs": lambda _: None, "on_failure": fail}
     return EngineCore(config, executor, **(ignore | callbacks))
 
 
@@ -154,11 +154,11 @@ def test_a_started_producer_is_announced_while_its_step_runs() -> None:
                 assert [type(event) for output in told[0].outputs for event in output.events] == [RequestStarted]
             return super().execute(step)
 
-    core = create_core(CONFIG, Watching(block_size=4), on_news=told.append)
+    core = create_core(CONFIG, Watching(block_size=4), on_outputs=told.append)
     core.receive(producer())
     core.add_request(producer())
     outputs = run(core)["r"]
-    assert told[0].stats is None, "news says nothing of steps"
+    assert told[0].stats is None, "outputs of transfers say nothing of steps"
     assert not any(isinstance(event, RequestStarted) for output in outputs for event in output.events)
     core.close()
 
@@ -172,7 +172,7 @@ def test_a_refused_handoff_leaves_nothing_behind(role: Literal["producer", "cons
     core.receive(refused)
     core.add_request(refused)
     assert woken.wait(30)
-    core.step()  # takes the note that the handoff is over
+    core.step()  # takes the event that the handoff is over
     core.add_request(request("other"))
     assert run(core)["other"][-1].finish_reason is FinishReason.LENGTH
     assert core.check_integrity().violations == []
@@ -206,20 +206,20 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(
 ) -> None:
     """The consumer's engine has the KV, and goes on, before the producer's engine is through with its next step."""
     medium: dict[BlockHash, torch.Tensor] = {}
-    news: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+    told: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
 
     def tell(outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
-            news.put(output)
+            told.put(output)
 
     def connector() -> Any:
         return DirectMemoryConnector() if kind == "direct" else MemoryConnector(medium)
 
     gated = GatedExecutor(1, block_size=4, connector=connector(), num_ranks=of_producer, num_kv_heads=4)
-    prefill = create_core(CONFIG, gated, on_news=tell)
+    prefill = create_core(CONFIG, gated, on_outputs=tell)
     started: list[EngineCoreOutputs] = []
     consuming = FakeExecutor(block_size=4, connector=connector(), num_ranks=of_consumer, num_kv_heads=4, drafts="half")
-    decode = create_core(CONFIG, consuming, on_news=started.append)
+    decode = create_core(CONFIG, consuming, on_outputs=started.append)
     consumer_transfer = KVTransferParams(transfer_id=TransferId("t"), epoch=1, role="consumer")
     consumer = msgspec.structs.replace(request(), transfer=consumer_transfer)
     for core, added in ((prefill, producer()), (decode, consumer)):
@@ -245,7 +245,7 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(
                 )
             )
             decode.receive(TransferQuiesced(request_id=RequestId("r"), epoch=1))
-        saved = next_saved(news)
+        saved = next_saved(told)
         decode.receive(
             TransferUpdate(
                 request_id=RequestId("r"),
@@ -296,9 +296,9 @@ def test_transfers_wait_for_the_last_step_that_computed_something() -> None:
     core.close()
 
 
-def next_saved(news: queue.SimpleQueue[RequestOutput]) -> KVSaved:
+def next_saved(told: queue.SimpleQueue[RequestOutput]) -> KVSaved:
     while True:
-        for event in news.get(timeout=30).events:
+        for event in told.get(timeout=30).events:
             if isinstance(event, KVSaved):
                 return event
 

@@ -84,9 +84,9 @@ async def test_namespaces_do_not_meet(registry, server):
 
 
 async def test_news_comes_with_new_records_and_not_with_renewals(registry):
-    async with registry.news() as news:
+    async with registry.changes() as changes:
         for change in (registry.announce(record()), registry.withdraw(record())):
-            waiting = asyncio.create_task(news.wait(60))
+            waiting = asyncio.create_task(changes.wait(60))
             await change
             async with asyncio.timeout(10):
                 await waiting
@@ -112,7 +112,7 @@ async def test_a_server_that_is_gone_is_an_unavailable_error():
             with pytest.raises(UnavailableError) as gone:
                 await call
         with pytest.raises(UnavailableError):
-            async with registry.news():
+            async with registry.changes():
                 pass
         await registry.close()
     assert "secret" not in refused.value.message + gone.value.message

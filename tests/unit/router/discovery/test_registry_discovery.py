@@ -41,7 +41,7 @@ class Following:
     def __init__(self, discovery, metrics):
         self.metrics = metrics
         self.latest = None
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self.task = asyncio.create_task(discovery.follow(self._take))
 
     def _take(self, endpoints):
@@ -140,7 +140,7 @@ class Scripted:
         self.num_read = 0
 
     @asynccontextmanager
-    async def news(self):
+    async def changes(self):
         yield self
 
     async def wait(self, timeout_s):

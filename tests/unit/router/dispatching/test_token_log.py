@@ -34,19 +34,19 @@ def test_tokens_are_accepted_once_and_never_changed(start, token_ids, conflict):
 
 def test_what_is_new_is_taken_once():
     log = TokenLog()
-    assert not log.has_news
+    assert not log.has_new_tokens
     log.accept(0, [5], [])
     log.accept(1, [6], [])
-    assert log.has_news
+    assert log.has_new_tokens
     assert log.take(None) == OutputDelta(0, [5, 6], [], None)
-    assert not log.has_news
+    assert not log.has_new_tokens
     assert log.take(FinishReason.STOP) == OutputDelta(2, [], [], FinishReason.STOP)
     assert len(log) == 2
 
 
 def test_known_tokens_are_taken_as_well():
     log = TokenLog([5, 6])
-    assert log.has_news
+    assert log.has_new_tokens
     assert log.take(None) == OutputDelta(0, [5, 6], [], None)
 
 
@@ -55,7 +55,7 @@ def test_much_is_taken_piece_by_piece():
     log = TokenLog(range(100))
     assert not log.accept(100, range(100, 150), logprobs(*range(-50, 0)))
     pieces = []
-    while log.has_news:
+    while log.has_new_tokens:
         pieces.append(log.take(FinishReason.STOP))
     assert [token_id for piece in pieces for token_id in piece.token_ids] == list(range(150))
     assert [piece.start_index for piece in pieces] == [0, 64, 128]

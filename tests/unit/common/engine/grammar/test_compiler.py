@@ -422,7 +422,7 @@ def test_grammars_wait_while_their_tenant_has_much_memory_in_use(
     for _ in range(2):  # what the first has led to is done by the second
         measured.clear()
         assert measured.wait(DEADLINE_S)
-    assert not small.compiler.has_notes
+    assert not small.compiler.has_events
     assert not process.receive()
     assert not process.is_gone
     first.release()

@@ -279,7 +279,7 @@ class TestConsumer:
         engine = direct_engine()
         engine.add(create_request("a", 10, role="consumer"), create_request("plain", 3))
         engine.scheduler.schedule(0.0)
-        started, _ = (event for output in engine.scheduler.take_urgent_news() for event in output.events)
+        started, _ = (event for output in engine.scheduler.take_urgent_outputs() for event in output.events)
         assert isinstance(started, RequestStarted)
         assert len(set(started.reserved_block_ids)) == 3
         report = engine.scheduler.check_integrity()

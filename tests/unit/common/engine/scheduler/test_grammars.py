@@ -48,7 +48,7 @@ class FakeGrammars:
         self._answers += [GrammarAnswer(request, result) for request in self.asked if not request.is_finished]
 
     @property
-    def has_notes(self) -> bool:
+    def has_events(self) -> bool:
         return bool(self._answers)
 
     def collect(self) -> Sequence[GrammarAnswer]:

@@ -246,7 +246,7 @@ def test_a_rank_of_another_start_is_not_heard(tmp_path: Path) -> None:
     config = on_nodes(config_of(), tmp_path)
     nodes = Nodes(config, [1], lambda error: None)
     try:
-        assert_refused(config, encode(JoinRank(bytes(16), 1, is_news=False)))
+        assert_refused(config, encode(JoinRank(bytes(16), 1, is_events=False)))
     finally:
         nodes.close()
 
