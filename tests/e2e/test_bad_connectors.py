@@ -31,7 +31,7 @@ def locked_server() -> Iterator[RedisServer]:
         (["--connector-path", "{tmp}/file"], "connector_path: cannot use it as shared storage: "),
     ],
 )
-@pytest.mark.parametrize("command", [UP, ("serve", "decode")], ids=" ".join)
+@pytest.mark.parametrize("command", [pytest.param(UP, marks=pytest.mark.slow), ("serve", "decode")], ids=" ".join)
 def test_one_line_names_the_setting(command, options, says, locked_server, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     fit = {"tmp": tmp_path, "redis": locked_server.address}

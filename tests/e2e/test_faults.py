@@ -138,6 +138,7 @@ async def test_a_lost_rank_costs_nobody_an_answer(
         cluster.check_integrity()
 
 
+@pytest.mark.slow
 async def test_a_killed_engine_of_several_costs_nobody_an_answer(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
     policies = "{decode_policy: round_robin, prefill_policy: round_robin, remote_prefill: prefer}"

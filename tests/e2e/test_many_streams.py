@@ -62,6 +62,7 @@ async def test_two_hundred_requests_are_answered_as_if_colocated(connector: str,
         cluster.check_integrity()
 
 
+@pytest.mark.slow
 async def test_a_killed_redis_costs_nobody_an_answer(jobs: list[Job]) -> None:
     """Killed among the prefills; it comes back empty on its port and is used again."""
     with running_cluster("--prefill", "2", "--decode", "2", "--connector", "redis") as cluster:

@@ -91,6 +91,7 @@ async def stream(client: httpx.AsyncClient, url: str, number: int, began: asynci
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.cell(feature="streams go on elsewhere", degrees="2 on 2 machines", fault="a machine gets {fault.name}")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_streams_survive_a_machine(machines: Machines, fault: signal.Signals) -> None:

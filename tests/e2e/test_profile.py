@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
+import pytest
 
 from common.demo_model import DEMO_MODEL_NAME
 from tests.e2e.cluster import ROOT, Cluster
@@ -26,6 +27,7 @@ def profile(cluster: Cluster, name: str, out: Path, *options: str) -> subprocess
     )
 
 
+@pytest.mark.slow
 def test_a_trace_of_a_pod_under_load(cluster: Cluster, tmp_path: Path) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
@@ -54,6 +56,7 @@ def test_a_trace_of_a_pod_under_load(cluster: Cluster, tmp_path: Path) -> None:
     assert {"aten::empty", "baton::fused_decode_attention"} <= {event["name"] for event in events}
 
 
+@pytest.mark.slow
 def test_an_idle_pod(cluster: Cluster, tmp_path: Path) -> None:
     result = profile(cluster, "prefill-0", tmp_path / "trace.json.gz", "--seconds", "0.5")
     assert result.returncode == 0, result.stderr

@@ -22,7 +22,7 @@ TWO_TO_TWO, ONE_TO_TWO, TWO_TO_ONE = (pytest.mark.cell(degrees=degrees) for degr
     ("connector", "options"),
     [
         pytest.param("shared-storage", "--tensor-parallel-size 2", marks=[TWO_TO_TWO, pytest.mark.slow]),
-        pytest.param("shared-storage", "--decode-tensor-parallel-size 2", marks=ONE_TO_TWO),
+        pytest.param("shared-storage", "--decode-tensor-parallel-size 2", marks=[ONE_TO_TWO, pytest.mark.slow]),
         pytest.param("shared-storage", "--prefill-tensor-parallel-size 2", marks=[TWO_TO_ONE, pytest.mark.slow]),
         pytest.param("nixl", "--prefill-tensor-parallel-size 2", marks=TWO_TO_ONE),
     ],

@@ -26,7 +26,7 @@ def host(request, tmp_path_factory) -> Iterator[Host[RouterCluster]]:
         yield host
 
 
-@sizes(80, 4_000)
+@sizes(40, 4_000)
 def test_any_request_is_answered(host, num_examples):
     @profile(num_examples)
     @given(calls, st.data())
@@ -41,7 +41,7 @@ def test_any_request_is_answered(host, num_examples):
     check_quiet(host)
 
 
-@sizes(80, 4_000)
+@sizes(40, 4_000)
 def test_any_bytes_are_answered_or_refused(host, num_examples):
     @profile(num_examples)
     @given(mutated(), st.data())
@@ -56,7 +56,7 @@ def test_any_bytes_are_answered_or_refused(host, num_examples):
     check_quiet(host)
 
 
-@sizes(50, 4_000)
+@sizes(25, 4_000)
 def test_clients_that_go_away_leave_nothing_behind(host, num_examples):
     @profile(num_examples)
     @given(calls | streams(), st.data())

@@ -39,8 +39,10 @@ async def test_tokens_of_two_by_two_pods_in_a_batch_without_prefix_caching(tmp_p
         assert all(pod.context.stats.latest.num_generation_tokens for pod in (*cluster.prefill, *cluster.decode))
 
 
-@pytest.mark.parametrize(("target_itl_ms", "budget"), [(0.001, 64), (5.0, 64), (None, 7)])
-@pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
+@pytest.mark.parametrize(
+    ("connector", "target_itl_ms", "budget"),
+    [("shared-storage", 0.001, 64), ("redis", 5.0, 64), ("nixl", None, 7)],
+)
 async def test_tokens_do_not_depend_on_how_much_of_prompts_a_step_takes(tmp_path, connector, target_itl_ms, budget):
     """Requests that go to prefill pods and to the decode pod alike, so that prompts run beside streams."""
     prompts = [prompt_of(length, seed=seed) for seed in range(3) for length in LENGTHS]

@@ -348,8 +348,9 @@ def alone() -> dict[str, Completion]:
         return generate(llm)
 
 
+@pytest.mark.matrix
 @pytest.mark.cell(feature="a draft model", degrees="{degrees}")
-@pytest.mark.parametrize("degrees", ["2", pytest.param("1x2", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("degrees", ["2", "1x2"])
 def test_several_ranks_have_one(degrees: str, alone: dict[str, Completion]) -> None:
     num_ranks, num_stages = (2, 1) if degrees == "2" else (1, 2)
     speculative = f"draft:model={demo_model_path()}"

@@ -206,6 +206,7 @@ def test_memory_that_does_not_fit_is_named(what: str, monkeypatch: pytest.Monkey
         make_llm(head=HEAD)
 
 
+@pytest.mark.matrix
 @pytest.mark.cell(feature="an EAGLE-3 head", degrees="2")
 def test_the_rank_that_answers_has_one() -> None:
     head = tiny_head_dir(demo_model_path())

@@ -167,7 +167,23 @@ def config_of(
 
 
 @pytest.mark.cell(feature="handoff (fake)", connector="{connector}", degrees="{of_producer} to {of_consumer}")
-@pytest.mark.parametrize(("of_producer", "of_consumer"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("connector", "of_producer", "of_consumer"),
+    [
+        ("shared-storage", 1, 2),
+        ("nixl", 2, 1),
+        *(
+            pytest.param(connector, *degrees, marks=pytest.mark.matrix)
+            for connector, degrees in (
+                ("shared-storage", (2, 1)),
+                ("nixl", (1, 2)),
+                ("nixl with host memory", (1, 2)),
+                ("nixl with host memory", (2, 1)),
+            )
+        ),
+    ],
+    indirect=["connector"],
+)
 def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_producer: int, of_consumer: int) -> None:
     prompts = [prompt_of(length) for length in LENGTHS]
     configs = [config_of(connector, num_ranks) for num_ranks in (of_producer, of_consumer)]
@@ -187,12 +203,12 @@ def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_produc
     [
         ("nixl", (2, 1), (1, 1)),
         ("shared-storage", (1, 1), (2, 1)),
-        ("nixl", (1, 2), (1, 1)),
         *(
             pytest.param(connector, *cuts, marks=pytest.mark.matrix)
             for connector, cuts in (
                 ("shared-storage", ((2, 1), (1, 1))),
                 ("nixl", ((1, 1), (2, 1))),
+                ("nixl", ((1, 2), (1, 1))),
                 ("shared-storage", ((1, 2), (1, 1))),
                 ("shared-storage", ((2, 1), (1, 2))),
                 ("nixl", ((2, 1), (1, 2))),
@@ -216,7 +232,7 @@ def test_tokens_of_models_are_those_of_transformers(
     assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
 
 
-@pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
+@pytest.mark.parametrize("connector", [pytest.param("shared-storage", marks=pytest.mark.matrix), "nixl"], indirect=True)
 def test_window_groups_over_stages(connector: KVConnectorConfig, tmp_path: Path) -> None:
     """Alone, and from two stages to one and back."""
     directory = tmp_path / "model"

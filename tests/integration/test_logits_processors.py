@@ -64,6 +64,7 @@ def test_a_processor_decides_for_the_requests_that_it_applies_to(llm):
         assert loaded.generate([PROMPT], params[0], use_tqdm=False)[0].token_ids == plain.token_ids
 
 
+@pytest.mark.matrix
 def test_ranks_decide_alike(llm, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # of the ranks' processes
     params = SamplingParams(temperature=0.7, seed=4, max_tokens=4, vllm_xargs={"first": 20})

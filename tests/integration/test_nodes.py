@@ -50,6 +50,7 @@ def test_tokens_of_two_machines_are_those_of_transformers(tmp_path: Path, sizes:
     assert tokens == reference_generate(model, prompt_of(33), MAX_TOKENS)
 
 
+@pytest.mark.slow
 def test_other_model_files_are_refused_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

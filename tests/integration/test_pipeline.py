@@ -64,9 +64,9 @@ def test_requests_may_leave_steps_in_flight_and_come_back(pair: LLM) -> None:
 @pytest.mark.parametrize(
     ("architecture", "num_stages", "num_ranks", "settings"),
     [
-        ("llama", 3, 1, {}),
+        pytest.param("llama", 3, 1, {}, marks=pytest.mark.matrix),
         ("llama", 2, 2, {}),
-        ("gemma2", 2, 1, {"cpu_kernels": "reference"}),
+        pytest.param("gemma2", 2, 1, {"cpu_kernels": "reference"}, marks=pytest.mark.matrix),
     ],
 )
 def test_tokens_are_those_of_transformers(
@@ -93,7 +93,7 @@ def stages() -> Iterator[LLM]:
 
 
 @pytest.mark.cell(feature="llama", degrees="1x2", fault="stage {number} is killed")
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_a_stage_that_is_killed_ends_the_engine(stages: LLM, number: int) -> None:
     ranks = ranks_of(os.getpid())
     ranks[number].suspend()

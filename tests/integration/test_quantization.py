@@ -45,7 +45,7 @@ def save_rounded(source: Path, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-@pytest.mark.parametrize("cpu_kernels", ["auto", "reference"])
+@pytest.mark.parametrize("cpu_kernels", ["auto", pytest.param("reference", marks=pytest.mark.matrix)])
 def test_tokens_are_those_of_the_rounded_weights(
     name: str, expected: list[list[int]], cpu_kernels: KernelChoice
 ) -> None:

@@ -24,14 +24,20 @@ def alone() -> dict[str, Completion]:
 
 
 @pytest.mark.cell(feature="sampling, log probabilities, structured output", degrees="2")
-@pytest.mark.parametrize("options", [{}, {"speculative": "tests.extensions.proposer:create"}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.matrix),
+        pytest.param({"speculative": "tests.extensions.proposer:create"}, id="drafts"),
+    ],
+)
 def test_two_ranks_say_what_one_says(alone: dict[str, Completion], options: dict[str, object]) -> None:
     with open_llm(tensor_parallel_size=2, **options) as llm:
         assert_same(generate(llm), alone)
 
 
 @pytest.mark.cell(feature="{architecture}", degrees="2")
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.matrix)])
 def test_tokens_are_those_of_transformers(architecture: str) -> None:
     directory = tiny_model_dir(architecture)
     prompts = [prompt_of(length) for length in (1, 5, 33)]
@@ -60,7 +66,7 @@ def test_a_rank_that_is_killed_ends_the_engine() -> None:
 
 
 @pytest.mark.cell(feature="experts of {architecture} cut whole", degrees="2")
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
 def test_experts_cut_whole_give_the_tokens_of_transformers(architecture: str) -> None:
     directory = tiny_model_dir(architecture)
     prompts = [prompt_of(length) for length in (1, 5, 33)]

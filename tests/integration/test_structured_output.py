@@ -123,7 +123,9 @@ async def all_answers(cluster) -> dict[str, list[tuple[str, str]]]:
     return answers
 
 
-@pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
+@pytest.mark.parametrize(
+    "connector", ["shared-storage", *(pytest.param(name, marks=pytest.mark.slow) for name in ("redis", "nixl"))]
+)
 async def test_constrained_answers_are_those_of_one_pod(tmp_path, connector):
     if not EXPECTED:
         colocated = running_cluster(tmp_path / "colocated", "llama", num_prefill=0, chat_template=TEMPLATE)

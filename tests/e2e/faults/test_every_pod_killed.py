@@ -74,7 +74,6 @@ class Run:
 @pytest.mark.parametrize(
     ("connector", "num_streams"),
     [
-        ("shared-storage", 100),
         pytest.param("shared-storage", 500, marks=pytest.mark.slow),
         pytest.param("redis", 500, marks=pytest.mark.slow),
         pytest.param("nixl", 500, marks=pytest.mark.slow),

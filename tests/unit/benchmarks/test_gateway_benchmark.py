@@ -34,6 +34,7 @@ def run(tmp_path, monkeypatch):
     return tiny
 
 
+@pytest.mark.slow
 def test_every_api_is_measured(run):
     """The load generator raises if an answer is an error, or a stream does not end as it should."""
     found, page = run()
@@ -61,6 +62,7 @@ def test_next_to_a_checkout(run, monkeypatch):
     assert "at most 3 % more than before" in page
 
 
+@pytest.mark.slow
 def test_what_an_older_checkout_lacks_is_left_out(run, tmp_path, monkeypatch):
     older = tmp_path / "older"  # which does not know the options of this setup, say
     (older / "router").mkdir(parents=True)

@@ -16,6 +16,7 @@ from benchmarks.handoff.report import Figure, format_page, p99, report
 from benchmarks.handoff.sides import ROOT, ScriptError, Side
 
 
+@pytest.mark.slow
 def test_quick_run_writes_its_tables_and_the_plot(tmp_path):
     page, figures = tmp_path / "handoff.md", tmp_path / "handoff.json"
     assert main(["--quick", "--rows", "1,6", "--markdown", str(page), "--json", str(figures)]) == 0

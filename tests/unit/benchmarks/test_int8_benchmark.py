@@ -6,6 +6,7 @@ from benchmarks.int8.quality import Weights, held_out_texts, measure_quality, to
 from common.demo_model import demo_model_path
 
 
+@pytest.mark.slow
 def test_int8_costs_little_quality() -> None:
     model = Path(demo_model_path())
     texts = tokenize(model, held_out_texts(24), max_tokens=200)

@@ -29,6 +29,7 @@ CELL = Cell(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
 def test_quick_run_writes_its_tables(connector, tmp_path):
     """Each process checks that the bytes that arrive are those that left, so this is also a test of the bare media."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.simulate.overload import overload
 
 
+@pytest.mark.slow
 def test_overload_degrades_goodput_not_everybody() -> None:
     at_once, limits = (overload(3.0, mode, num_pods=1) for mode in ("sent to the pods at once", "queue, limits named"))
     assert limits.good >= 0.9 * at_once.served, "which is what the pods can do"

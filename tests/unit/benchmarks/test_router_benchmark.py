@@ -24,6 +24,7 @@ TINY = benchmark.Plan(
 )
 
 
+@pytest.mark.slow
 def test_run_without_the_rival_writes_its_tables(tmp_path, monkeypatch):
     """The load generator raises if a stream does not end as it should, so this is a test of the fake pods as well."""
     monkeypatch.setattr(benchmark, "QUICK", TINY)

@@ -21,12 +21,12 @@ BASELINES = ("round_robin", "least_loaded", "kv_aware")
     ("setup", "trace"),
     [
         (SMALL, "system_prompts"),
-        (SMALL, "chats"),
-        (SMALL, "agents"),
-        (SMALL, "bursts"),
+        *(
+            pytest.param(setup, trace, marks=pytest.mark.slow)
+            for setup, traces in ((SMALL, ("chats", "agents", "bursts")), (COLOCATED, ("system_prompts", "unshared")))
+            for trace in traces
+        ),
         (SMALL, "unshared"),
-        (COLOCATED, "system_prompts"),
-        (COLOCATED, "unshared"),
     ],
 )
 def test_kv_aware_beats_round_robin_and_least_loaded_wherever_something_is_shared(setup: Setup, trace: str) -> None:

@@ -70,7 +70,7 @@ CASES = [
     *((2, model, {}, "fused" if model in FUSED else "attention") for model in PLANNED),
     *((2, model, {"cpu_kernels": "reference"}, "torch") for model in PLANNED),
     (4, "llama", {}, "fused"),  # with four, each KV head is on two ranks
-    *((4, model, {"cpu_kernels": "reference"}, "torch") for model in PLANNED),
+    *(pytest.param(4, model, {"cpu_kernels": "reference"}, "torch", marks=pytest.mark.matrix) for model in PLANNED),
 ]
 
 

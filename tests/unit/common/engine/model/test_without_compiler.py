@@ -45,6 +45,7 @@ with masking_utils.TransformGetItemToIndex():
 """)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [
@@ -71,6 +72,7 @@ with without_compiler():
 """)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_imported_stays():
     run("""
 import torch._dynamo

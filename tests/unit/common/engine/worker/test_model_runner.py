@@ -83,7 +83,12 @@ def test_chunks_and_mixed_batches_equal_generate(driver, model):
 
 
 @pytest.mark.parametrize(
-    ("driver", "model"), [((model, "interpreted"), model) for model in sorted(INTERPRETED)], indirect=["driver"]
+    ("driver", "model"),
+    [
+        pytest.param((model, "interpreted"), model, marks=[pytest.mark.kernels] * (model != "llama"))
+        for model in sorted(INTERPRETED)
+    ],
+    indirect=["driver"],
 )
 def test_interpreted_kernels_equal_generate(driver, model):
     assert_generates(driver, model, [1, BLOCK_SIZE + 1, 22], chunks=(9,), num_tokens=4)
@@ -225,7 +230,13 @@ def test_seeded_sampling_does_not_depend_on_the_batch(driver):
 
 
 @pytest.mark.parametrize(
-    "driver", ["llama", ("llama", "interpreted"), pytest.param(("llama", "gpu"), marks=pytest.mark.gpu)], indirect=True
+    "driver",
+    [
+        "llama",
+        pytest.param(("llama", "interpreted"), marks=pytest.mark.kernels),
+        pytest.param(("llama", "gpu"), marks=pytest.mark.gpu),
+    ],
+    indirect=True,
 )
 def test_garbage_of_an_earlier_owner_does_not_leak(driver):
     kv_cache = driver.worker._runner._kv_cache

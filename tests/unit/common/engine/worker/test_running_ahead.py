@@ -55,7 +55,7 @@ def test_greedy_tokens_are_those_of_transformers(device):
     assert num_ahead > 5
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.kernels), GPU], indirect=True)
 def test_others_in_the_batch_wait_for_their_tokens(device):
     """Drawn tokens are the same beside requests whose parameters look at the tokens before, where no step is ahead."""
     drawn = [SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=5) for i in range(2)]

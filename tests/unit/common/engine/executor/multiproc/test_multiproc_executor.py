@@ -109,7 +109,7 @@ def finish(client: InprocClient) -> dict[RequestId, list[int]]:
 
 
 @pytest.mark.cell(feature="engine (fake)", degrees="{num_ranks}")
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.matrix), 3])
 def test_ranks_generate_the_expected_tokens(num_ranks: int) -> None:
     config = config_of(num_ranks, scheduler=SchedulerConfig(max_num_batched_tokens=16))
     prompts = {RequestId(str(number)): prompt_of(number) for number in range(6)}
@@ -191,7 +191,7 @@ def test_a_rank_that_is_killed_ends_the_step_that_runs() -> None:
 
 
 @pytest.mark.cell(feature="engine (fake)", degrees="2", fault="rank {rank} is stopped")
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_a_rank_that_is_stopped_ends_the_engine_in_time(rank: int) -> None:
     with started(config_of(step_timeout_s=0.5)) as executor:
         os.kill(pid_of(executor, rank), signal.SIGSTOP)
@@ -400,7 +400,7 @@ def test_blocks_come_back_from_a_tier(tmp_path: Path) -> None:
         assert client.stats().tier_hits > 40
 
 
-@pytest.mark.parametrize("of_consumer", [2, 1])
+@pytest.mark.parametrize("of_consumer", [pytest.param(2, marks=pytest.mark.matrix), 1])
 def test_a_handoff_between_engines_of_ranks(tmp_path: Path, of_consumer: int) -> None:
     config = msgspec.structs.replace(storing(tmp_path), scheduler=SchedulerConfig(max_num_batched_tokens=16))
     prompt = prompt_of(5)
