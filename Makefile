@@ -104,9 +104,10 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-## Regenerates common/pb from proto/.
+## Regenerates common/pb from proto/, and the client of `baton` from that for asyncio.
 proto: $(DEV)
 	$(BIN)/python -m common.rpc.codegen
+	$(BIN)/python -m tools.sync_client
 
 ## Regenerates docs/api.md from the fields of requests.
 api-docs: $(DEV)

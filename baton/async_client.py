@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
@@ -32,16 +32,17 @@ from common.rpc.errors import from_rpc_error
 from common.types import SamplingParams
 
 if TYPE_CHECKING:
-    from common.pb.inference_pb2_grpc import InferenceAsyncStub
+    from baton.connection import AsyncMethod, AsyncStub
 
 _Reply = TypeVar("_Reply")
 
 
 class AsyncClient:
-    """Asks routers of one cluster, as `Client` does. An async context manager; belongs to one event loop.
+    """Asks routers of one cluster. An async context manager; belongs to one event loop.
 
     async with AsyncClient("127.0.0.1:9000") as client:
-        print((await client.generate("The capital of France is", max_tokens=16, temperature=0)).text)
+        answer = await client.generate("The capital of France is", max_tokens=16, temperature=0)
+        print(answer.text)
         async for piece in client.stream_chat([{"role": "user", "content": "Hello!"}]):
             print(piece.text, end="")
 
@@ -64,9 +65,7 @@ class AsyncClient:
         `max_attempts` limits consecutive attempts without progress. Raises ConfigError."""
         self._connection = Connection(address, api_key, tls, tls_ca, timeout_s, max_attempts)
         self._channels = {each: self._connection.open_async(each) for each in self._connection.addresses}
-        self._stubs: dict[str, InferenceAsyncStub] = {
-            each: InferenceStub(channel) for each, channel in self._channels.items()
-        }
+        self._stubs: dict[str, AsyncStub] = {each: InferenceStub(channel) for each, channel in self._channels.items()}
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]
@@ -104,7 +103,8 @@ class AsyncClient:
         """Aborts a running request, whose caller gets the answer so far. Returns False if no router runs it."""
         message = inference_pb2.AbortRequest(request_id=request_id)
         for address in self._connection.addresses:
-            if (await self._call(lambda stub: stub.Abort, message, address)).found:
+            reply = await self._call(lambda stub: stub.Abort, message, address)
+            if reply.found:
                 return True
         return False
 
@@ -119,17 +119,20 @@ class AsyncClient:
             message.text = prompt
         else:
             message.chat.CopyFrom(chat_prompt(prompt))
-        return list((await self._call(lambda stub: stub.Tokenize, message)).token_ids)
+        reply = await self._call(lambda stub: stub.Tokenize, message)
+        return list(reply.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
         """Returns the text of token ids."""
         message = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        return (await self._call(lambda stub: stub.Detokenize, message)).text
+        reply = await self._call(lambda stub: stub.Detokenize, message)
+        return reply.text
 
     async def explain(self, prompt: Prompt, **request: Unpack[Request]) -> dict[str, Any]:
         """Explains where the router would send such a request, without sending it."""
         message = text_request(prompt, None, **request)
-        return dict(json.loads((await self._call(lambda stub: stub.Explain, message)).json))
+        reply = await self._call(lambda stub: stub.Explain, message)
+        return dict(json.loads(reply.json))
 
     async def close(self) -> None:
         """Closes the connections. Idempotent."""
@@ -151,7 +154,7 @@ class AsyncClient:
 
     async def _call(
         self,
-        method: Callable[[InferenceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Any, _Reply]],
+        method: AsyncMethod[_Reply],
         message: Any,
         address: str | None = None,
         timeout_s: float | None = None,
@@ -163,7 +166,7 @@ class AsyncClient:
         while True:
             try:
                 return await method(self._stubs[attempts.address])(message, timeout=attempts.timeout_s, metadata=sent)
-            except grpc.aio.AioRpcError as error:
+            except grpc.RpcError as error:
                 await asyncio.sleep(attempts.delay_after(from_rpc_error(error)))
 
     async def _stream(self, message: inference_pb2.GenerateRequest, request: Request) -> AsyncIterator[Piece]:
@@ -178,8 +181,8 @@ class AsyncClient:
                     progress.take(chunk)
                     attempts.progress()
                     yield piece_of(chunk)
-            except grpc.aio.AioRpcError as error:
+            except grpc.RpcError as error:
                 if not progress.is_complete:
                     await asyncio.sleep(attempts.delay_after(from_rpc_error(error)))
             finally:
-                call.cancel()  # when the iteration is left
+                call.cancel()  # type: ignore[no-untyped-call,unused-ignore]  # when the iteration is left

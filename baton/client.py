@@ -1,17 +1,17 @@
-"""The gRPC client."""
+"""The gRPC client. Written by `make proto` from `baton.async_client`."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
 from baton.answers import Answer, Model, Piece
-from baton.attempts import Attempts, StreamProgress
+from baton.attempts import StreamProgress
 from baton.connection import Connection, Metadata
 from baton.requests import (
     ChatRequest,
@@ -31,6 +31,9 @@ from common.pb.inference_pb2_grpc import InferenceStub
 from common.rpc.errors import from_rpc_error
 from common.types import SamplingParams
 
+if TYPE_CHECKING:
+    from baton.connection import Method, Stub
+
 _Reply = TypeVar("_Reply")
 
 
@@ -38,7 +41,8 @@ class Client:
     """Asks routers of one cluster. A context manager; may be used by several threads.
 
     with Client("127.0.0.1:9000") as client:
-        print(client.generate("The capital of France is", max_tokens=16, temperature=0).text)
+        answer = client.generate("The capital of France is", max_tokens=16, temperature=0)
+        print(answer.text)
         for piece in client.stream_chat([{"role": "user", "content": "Hello!"}]):
             print(piece.text, end="")
 
@@ -61,7 +65,7 @@ class Client:
         `max_attempts` limits consecutive attempts without progress. Raises ConfigError."""
         self._connection = Connection(address, api_key, tls, tls_ca, timeout_s, max_attempts)
         self._channels = {each: self._connection.open(each) for each in self._connection.addresses}
-        self._stubs = {each: InferenceStub(channel) for each, channel in self._channels.items()}
+        self._stubs: dict[str, Stub] = {each: InferenceStub(channel) for each, channel in self._channels.items()}
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Unpack[Request]) -> Answer:
         """Completes a text or token ids. `params` holds all sampling parameters; without it, those in `request` and
@@ -96,9 +100,11 @@ class Client:
     def abort(self, request_id: str) -> bool:
         """Aborts a running request, whose caller gets the answer so far. Returns False if no router runs it."""
         message = inference_pb2.AbortRequest(request_id=request_id)
-        return any(
-            self._call(lambda stub: stub.Abort, message, address).found for address in self._connection.addresses
-        )
+        for address in self._connection.addresses:
+            reply = self._call(lambda stub: stub.Abort, message, address)
+            if reply.found:
+                return True
+        return False
 
     def models(self) -> list[Model]:
         """Lists the served models."""
@@ -111,17 +117,20 @@ class Client:
             message.text = prompt
         else:
             message.chat.CopyFrom(chat_prompt(prompt))
-        return list(self._call(lambda stub: stub.Tokenize, message).token_ids)
+        reply = self._call(lambda stub: stub.Tokenize, message)
+        return list(reply.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
         """Returns the text of token ids."""
         message = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        return self._call(lambda stub: stub.Detokenize, message).text
+        reply = self._call(lambda stub: stub.Detokenize, message)
+        return reply.text
 
     def explain(self, prompt: Prompt, **request: Unpack[Request]) -> dict[str, Any]:
         """Explains where the router would send such a request, without sending it."""
         message = text_request(prompt, None, **request)
-        return dict(json.loads(self._call(lambda stub: stub.Explain, message).json))
+        reply = self._call(lambda stub: stub.Explain, message)
+        return dict(json.loads(reply.json))
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""
@@ -143,7 +152,7 @@ class Client:
 
     def _call(
         self,
-        method: Callable[[InferenceStub], grpc.UnaryUnaryMultiCallable[Any, _Reply]],
+        method: Method[_Reply],
         message: Any,
         address: str | None = None,
         timeout_s: float | None = None,
@@ -156,7 +165,7 @@ class Client:
             try:
                 return method(self._stubs[attempts.address])(message, timeout=attempts.timeout_s, metadata=sent)
             except grpc.RpcError as error:
-                _wait(attempts, error)
+                time.sleep(attempts.delay_after(from_rpc_error(error)))
 
     def _stream(self, message: inference_pb2.GenerateRequest, request: Request) -> Iterator[Piece]:
         attempts = self._connection.attempts(timeout_of(request, self._connection.timeout_s))
@@ -172,12 +181,6 @@ class Client:
                     yield piece_of(chunk)
             except grpc.RpcError as error:
                 if not progress.is_complete:
-                    _wait(attempts, error)
+                    time.sleep(attempts.delay_after(from_rpc_error(error)))
             finally:
-                call.cancel()  # type: ignore[no-untyped-call]  # when the iteration is left
-
-
-def _wait(attempts: Attempts, error: grpc.RpcError) -> None:
-    """Waits until the next attempt. Raises the error as a BatonError if there is none."""
-    assert isinstance(error, grpc.Call)
-    time.sleep(attempts.delay_after(from_rpc_error(error)))
+                call.cancel()  # type: ignore[no-untyped-call,unused-ignore]  # when the iteration is left

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -13,6 +14,15 @@ from common.errors import ConfigError
 from common.rpc.channel import CHANNEL_OPTIONS
 
 Metadata = tuple[tuple[str, str | bytes], ...]
+
+if TYPE_CHECKING:
+    from common.pb.inference_pb2_grpc import InferenceAsyncStub, InferenceStub
+
+    _Reply = TypeVar("_Reply")
+    Method = Callable[[InferenceStub], grpc.UnaryUnaryMultiCallable[Any, _Reply]]
+    AsyncMethod = Callable[[InferenceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Any, _Reply]]
+    Stub = InferenceStub
+    AsyncStub = InferenceAsyncStub
 
 
 class Connection:

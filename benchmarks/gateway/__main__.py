@@ -1,6 +1,6 @@
 """Measures the cost of each API of the gateway to the router, with pods that answer at once.
 
-    python -m benchmarks.gateway [--before DIR | --timelines] [--markdown FILE] [--json FILE] [--quick] 2>/dev/null
+    python -m benchmarks.gateway [--before DIR | --timelines | --workers N] [--markdown FILE] [--quick] 2>/dev/null
 
 The real router process stands between a load generator and fake pods, as in benchmarks.router. Measured is its
 processor time, of all its threads: per whole answer of one token, and per token of streams that have had their first,
@@ -12,8 +12,9 @@ schema as response_format, Anthropic's messages, OpenAI's responses, and chats o
 
 With --before the router of another checkout runs beside that of this one, and they take turns, with the same load
 generator, answers and Python environment; what it does not have is left out. With --timelines what runs beside is the
-same router without timelines and access log, which the measured one has: `before` is without. The difference is the
-median of those of pairs that were measured one after the other. Run it on a machine that does nothing else.
+same router without timelines and access log, which the measured one has: `before` is without. With --workers
+it is the same router with one process. The difference is the median of those of pairs that were measured one after the
+other. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     plan = QUICK if args.quick else replace(FULL, repeats=args.repeats)
     machine = describe_machine(*PACKAGES)
-    now, before = (SEEN, UNSEEN) if args.timelines else (Router(), args.before and Router(args.before))
+    now, before = _sides(args)
     results = measure(plan, now, before, lambda line: print(line, file=sys.stderr))
-    found = verdicts(results)
+    found = verdicts(results, is_bounded=not args.workers)
     print(format_tables(results, found))
     print("\n".join(map(format_verdict, found)))
     if args.json:
@@ -55,6 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _sides(args: argparse.Namespace) -> tuple[Router, Router | None]:
+    if args.timelines:
+        return SEEN, UNSEEN
+    if args.workers:
+        return Router(options=("--workers", str(args.workers))), Router()
+    return Router(), args.before and Router(args.before)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--before", type=_checkout, metavar="DIR", help="an older checkout, to compare with")
     beside.add_argument("--timelines", action="store_true", help="what timelines and access log cost")
+    beside.add_argument("--workers", type=int, metavar="N", help="what N processes of a router cost")
     parser.add_argument("--repeats", type=int, default=FULL.repeats)
     parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -43,8 +43,9 @@ class Child(AbstractContextManager["Child"]):
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds of all its threads so far."""
-        return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)
+        """Processor seconds of all its threads so far, and of those of its children."""
+        pids = [self.pid, *(child.pid for child in self._usage.children())]
+        return sum(time.clock_gettime(~pid << 3 | _CPU_CLOCK) for pid in pids)
 
     @property
     def own_bytes(self) -> int:

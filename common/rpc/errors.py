@@ -86,18 +86,19 @@ def make_error(
     return error
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
+def from_rpc_error(error: grpc.RpcError | grpc.Call) -> BatonError:
     """Converts the error of a failed call. Callers write `raise from_rpc_error(error) from error`."""
-    pairs = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())  # the type stubs know less
+    call = cast("grpc.Call", error)  # which has the same methods, also in asyncio
+    pairs = cast("Iterable[tuple[str, str | bytes]]", call.trailing_metadata() or ())  # the type stubs know less
     metadata = {key: value for key, value in pairs if isinstance(value, str)}
-    message = error.details() or error.code().name
+    message = call.details() or call.code().name
     name = metadata.get(CODE_KEY)
     if name is not None and name.upper() in ErrorCode.__members__:
         code = ErrorCode[name.upper()]
-    elif error.code() is grpc.StatusCode.UNAVAILABLE:
+    elif call.code() is grpc.StatusCode.UNAVAILABLE:
         return UnreachableError(message)
     else:
-        code = _CODES_BY_STATUS.get(error.code(), ErrorCode.INTERNAL)
+        code = _CODES_BY_STATUS.get(call.code(), ErrorCode.INTERNAL)
     return make_error(
         code, message, param=metadata.get(PARAM_KEY), retry_after_s=_seconds(metadata.get(RETRY_AFTER_KEY))
     )
