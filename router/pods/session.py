@@ -73,7 +73,8 @@ class DecodeSession:
             async for events in call:
                 now = time.monotonic()
                 for delta in events.deltas:
-                    await self._deliver_prompt(delta, now)
+                    if len(delta.prompt_logprobs) > _AT_ONCE:
+                        await self._deliver_prompt(delta, now)
                     self._deliver(delta, now)
             error = UnavailableError("the pod ended the session")
         except grpc.aio.AioRpcError as failure:

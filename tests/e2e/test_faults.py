@@ -69,6 +69,7 @@ def prompts_and_answers() -> tuple[list[str], list[str]]:
     return prompts, [greedy_completion(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
 
 
+@pytest.mark.slow
 async def test_killed_pods_come_back_on_their_ports_and_cost_nobody_an_answer() -> None:
     """As `baton up` starts them. Every stage and connector is in tests/e2e/faults."""
     prompts, expected = prompts_and_answers()

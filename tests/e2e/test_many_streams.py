@@ -50,9 +50,8 @@ def jobs() -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize(
-    "connector", [name if name == "nixl" else pytest.param(name, marks=pytest.mark.slow) for name in CONNECTORS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", CONNECTORS)
 async def test_two_hundred_requests_are_answered_as_if_colocated(connector: str, jobs: list[Job]) -> None:
     with running_cluster("--prefill", "2", "--decode", "2", "--connector", connector) as cluster:
         assert await answers(cluster, jobs) == [job.text for job in jobs]

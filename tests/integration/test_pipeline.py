@@ -35,8 +35,8 @@ def test_two_stages_say_what_one_says(pair: LLM) -> None:
     with open_llm() as llm:
         alone = generate(llm)
     assert_same(generate(pair), alone)
-    stats = pair._client.stats()
-    assert stats.decode_steps.num_tokens > stats.num_generation_tokens  # drafts, some of them wrong
+    drafts = pair._client.stats().drafts
+    assert drafts.num_verified > drafts.num_accepted > 0
 
 
 @pytest.mark.cell(feature="requests that end while steps run", degrees="1x2")
