@@ -39,7 +39,7 @@ test-busy: $(DEV)
 test-deploy: $(DEV)
 	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
 
-## The CPU kernels, and the Triton kernels in Triton's interpreter, in every shape of heads and blocks. Six minutes.
+## The CPU kernels, and the Triton kernels in Triton's interpreter, in every shape of heads and blocks. Seven minutes.
 test-kernels: $(DEV)
 	$(BIN)/pytest -n 2 -m "not gpu" tests/unit/common/engine/devices/cpu/kernels tests/unit/common/engine/devices/gpu/kernels tests/unit/common/engine/worker tests/integration/test_batch_invariance_on_gpus.py $(ARGS)
 

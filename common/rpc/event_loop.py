@@ -1,4 +1,4 @@
-"""Event loops on which gRPC's news do not pile up.
+"""Event loops on which gRPC's events do not pile up.
 
 grpc.aio's poller thread writes a byte to a socket pair for each finished operation, blocking, and its reader on the
 loop takes one byte in each round. The socket holds some 280 of them: once a round brings more than one operation for a

@@ -224,7 +224,7 @@ class GrammarMasks:
                 self._note_late(entry)
 
     def _wait(self, entries: list[_Constrained], timeout_s: float) -> None:
-        """Waits for news of any of the entries."""
+        """Waits for a change of any of the entries."""
         poll = select.poll()
         for process in self._processes(entries):
             poll.register(process, select.POLLIN)

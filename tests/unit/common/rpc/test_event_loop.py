@@ -1,4 +1,4 @@
-"""Event loops on which gRPC's news do not pile up."""
+"""Event loops on which gRPC's events do not pile up."""
 
 from __future__ import annotations
 
