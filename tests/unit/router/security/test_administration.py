@@ -10,6 +10,7 @@ from common.pb import admin_pb2, admin_pb2_grpc, pods_pb2
 from common.rpc.errors import from_rpc_error
 from router.pods import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
+from tests.pods import wait_for
 from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer
 
 BODY = {"prompt": [600], "max_tokens": 2}
@@ -70,10 +71,11 @@ async def test_learned_step_times_tell_of_the_drafts_of_all_decode_pods(cluster)
     for fake in cluster.decode:
         drafts = pods_pb2.DraftStats(num_verified=8, num_accepted=6, num_verifications=2)
         await fake.set_stats(pods_pb2.PodStats(num_free_blocks=100, num_blocks=100, drafts=drafts))
-    model = {"num_verified_drafts": 0}
-    while model["num_verified_drafts"] < 16:  # figures of pods come by themselves
-        (model,) = (await cluster.client.get("/admin/step_times", headers=bearer(OPERATOR))).json()["models"]
-    assert (model["num_accepted_drafts"], model["num_draft_verifications"]) == (12, 4)
+    pods = [pod_of(cluster, fake) for fake in cluster.decode]
+    await wait_for(lambda: all(pod.stats is not None and pod.stats.drafts.num_verified for pod in pods))
+    (model,) = (await cluster.client.get("/admin/step_times", headers=bearer(OPERATOR))).json()["models"]
+    figures = ("num_verified_drafts", "num_accepted_drafts", "num_draft_verifications")
+    assert [model[name] for name in figures] == [16, 12, 4]
 
 
 async def test_grpc_does_the_same(cluster):
