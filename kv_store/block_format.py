@@ -6,6 +6,9 @@ number of valid tokens) and what its bytes are (length, digest). A receiver know
 own request, so `verify` compares every field with what is expected and then the digest with the bytes. There is nothing
 else in a frame to interpret, and nothing is unpickled.
 
+After the payload there may be features, which a head for drafts takes. The header has their length and a digest of
+their own: a receiver without such a head, or with one of another size, reads the KV all the same.
+
 The digest is XXH3-128: it detects accidental damage. It is no defence against an attacker who can write to the medium.
 """
 
@@ -22,14 +25,19 @@ from common.errors import BlockCorruptError
 from common.types import HASH_BYTES, BlockHash, group_key, group_of
 from kv_store.base import Buffer
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
 
 _MAGIC = b"BATONKV\n"
 # Little-endian: magic, version, dtype code, layers, K and V, KV heads, block size, head dim, tokens, payload bytes,
-# fingerprint, block hash, digest, digest of the layout, KV group, zeros. 128 bytes keep the payload aligned.
-_HEADER = struct.Struct(f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s{LAYOUT_DIGEST_BYTES}sB3s")
+# fingerprint, block hash, digest, digest of the layout, KV group, zeros; bytes of features, their digest, zeros. 192
+# bytes keep the payload aligned.
+_HEADER = struct.Struct(
+    f"<8sHH6IQ{FINGERPRINT_BYTES}s{HASH_BYTES}s{DIGEST_BYTES}s{LAYOUT_DIGEST_BYTES}sB3sQ{DIGEST_BYTES}s40s"
+)
+_FEATURES = struct.Struct(f"<Q{DIGEST_BYTES}s")  # a part of the header
+_FEATURES_AT = 128
 HEADER_BYTES = _HEADER.size
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,23 +49,39 @@ SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_dim] elements of `dtype`."""
+    """Shape of one block: [num_layers + num_feature_layers, 2, num_kv_heads, block_size, head_dim] elements of
+    `dtype`."""
 
     dtype: str  # one of SUPPORTED_DTYPES
     num_layers: int
     num_kv_heads: int
     block_size: int
     head_dim: int
+    num_feature_layers: int = 0  # after those of KV
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Elements along each axis of the slab."""
+        """Elements along each axis of the KV."""
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the slab."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * _DTYPE_BYTES[self.dtype]
+        """Bytes of the KV."""
+        return self.num_layers * self._layer_bytes
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of the features, which follow."""
+        return self.num_feature_layers * self._layer_bytes
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of both."""
+        return self.payload_bytes + self.feature_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * _DTYPE_BYTES[self.dtype]
 
 
 class BlockHeader(NamedTuple):
@@ -71,6 +95,13 @@ class BlockHeader(NamedTuple):
     block_hash: BlockHash  # with the KV group, see group_key
     digest: bytes
     layout: bytes  # see BlockFormat
+    feature_bytes: int
+    feature_digest: bytes  # zeros if there are none
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the whole frame."""
+        return HEADER_BYTES + self.payload_bytes + self.feature_bytes
 
 
 def parse_header(frame: bytes | Buffer) -> BlockHeader:
@@ -79,14 +110,15 @@ def parse_header(frame: bytes | Buffer) -> BlockHeader:
         raise BlockCorruptError(f"{len(frame)} bytes are less than a header of {HEADER_BYTES}", param="length")
     header = _HEADER.unpack_from(frame)
     magic, version, dtype_code, *shape = header[:8]
-    num_tokens, payload_bytes, fingerprint, block_hash, digest, layout, group, padding = header[8:]
+    num_tokens, payload_bytes, fingerprint, block_hash, digest, layout, group, *rest = header[8:]
+    padding, feature_bytes, feature_digest, more_padding = rest
     if magic != _MAGIC:
         raise BlockCorruptError(f"not a KV block: magic is {magic!r}", param="magic")
     if version != FORMAT_VERSION:
         raise BlockCorruptError(f"format version {version} is not {FORMAT_VERSION}", param="version")
     if dtype_code not in _DTYPE_NAMES:
         raise BlockCorruptError(f"unknown dtype code {dtype_code}", param="dtype")
-    if any(padding):
+    if any(padding) or any(more_padding):
         raise BlockCorruptError("padding is not zero", param="padding")
     return BlockHeader(
         dtype=_DTYPE_NAMES[dtype_code],
@@ -97,6 +129,8 @@ def parse_header(frame: bytes | Buffer) -> BlockHeader:
         block_hash=group_key(BlockHash(block_hash), group),
         digest=digest,
         layout=layout,
+        feature_bytes=feature_bytes,
+        feature_digest=feature_digest,
     )
 
 
@@ -114,8 +148,8 @@ class BlockFormat:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of header and payload."""
-        return HEADER_BYTES + self.layout.payload_bytes
+        """Bytes of header, payload and features, as they are written."""
+        return HEADER_BYTES + self.layout.slab_bytes
 
     @property
     def namespace(self) -> str:
@@ -123,19 +157,36 @@ class BlockFormat:
         return f"v{FORMAT_VERSION}-{self.fingerprint[:8].hex()}-{self.layout.block_size}"
 
     def seal(self, frame: Buffer, block_hash: BlockHash, num_tokens: int) -> None:
-        """Writes the header of a frame whose payload is in place."""
-        frame[:HEADER_BYTES] = self._header(block_hash, num_tokens, _digest(frame))
+        """Writes the header of a frame whose payload and features are in place."""
+        kv, features = self._split(frame)
+        found = len(features), digest_of(features)
+        frame[:HEADER_BYTES] = self._header(block_hash, num_tokens, digest_of(kv), *found)
 
     def verify(self, frame: Buffer, size: int, block_hash: BlockHash, num_tokens: int) -> None:
         """Raises BlockCorruptError, whose `param` names the field, unless `frame` is exactly the frame of this block.
-        `size`: the bytes that the store has of it."""
-        if size != self.frame_bytes:
-            raise BlockCorruptError(f"{size} bytes, not {self.frame_bytes}", param="length")
-        digest = _digest(frame)
-        if bytes(frame[:HEADER_BYTES]) != self._header(block_hash, num_tokens, digest):
-            raise self._difference(parse_header(frame), block_hash, num_tokens)
+        `size`: the bytes that the store has of it, of which features of another size than ours may be cut off. There
+        are zeros in `frame` then in their place."""
+        num_bytes, feature_digest = _FEATURES.unpack_from(frame, _FEATURES_AT) if size >= HEADER_BYTES else (0, b"")
+        wanted_size = HEADER_BYTES + self.layout.payload_bytes + num_bytes
+        if size != wanted_size:
+            raise BlockCorruptError(f"{size} bytes, not {wanted_size}", param="length")
+        kv, features = self._split(frame)
+        if num_bytes == len(features):
+            feature_digest = digest_of(features)
+        else:
+            features[:] = bytes(len(features))
+        if bytes(frame[:HEADER_BYTES]) != self._header(
+            block_hash, num_tokens, digest_of(kv), num_bytes, feature_digest
+        ):
+            raise self._difference(parse_header(frame), block_hash, num_tokens, feature_digest)
 
-    def _header(self, block_hash: BlockHash, num_tokens: int, digest: bytes) -> bytes:
+    def _split(self, frame: Buffer) -> tuple[Buffer, Buffer]:
+        start = HEADER_BYTES + self.layout.payload_bytes
+        return frame[HEADER_BYTES:start], frame[start:]
+
+    def _header(
+        self, block_hash: BlockHash, num_tokens: int, digest: bytes, feature_bytes: int, feature_digest: bytes
+    ) -> bytes:
         return _HEADER.pack(
             _MAGIC,
             FORMAT_VERSION,
@@ -149,9 +200,14 @@ class BlockFormat:
             self.layout_digest,
             group_of(block_hash),
             b"",
+            feature_bytes,
+            feature_digest,
+            b"",
         )
 
-    def _difference(self, header: BlockHeader, block_hash: BlockHash, num_tokens: int) -> BlockCorruptError:
+    def _difference(
+        self, header: BlockHeader, block_hash: BlockHash, num_tokens: int, feature_digest: bytes
+    ) -> BlockCorruptError:
         """Describes how a frame differs from the expected one."""
         expected = BlockHeader(
             dtype=self.layout.dtype,
@@ -162,6 +218,8 @@ class BlockFormat:
             block_hash=block_hash,
             digest=header.digest,
             layout=self.layout_digest,
+            feature_bytes=header.feature_bytes,
+            feature_digest=feature_digest,
         )
         for field, found, wanted in zip(header._fields, header, expected, strict=True):
             if found != wanted:
@@ -169,9 +227,9 @@ class BlockFormat:
         return BlockCorruptError("the payload does not match the header's digest", param="digest")
 
 
-def _digest(frame: Buffer) -> bytes:
-    """Returns the digest of the payload."""
-    return xxhash.xxh3_128_digest(frame[HEADER_BYTES:])
+def digest_of(part: Buffer | bytes) -> bytes:
+    """Returns the digest of KV or of features; zeros if there are none."""
+    return xxhash.xxh3_128_digest(part) if len(part) else bytes(DIGEST_BYTES)
 
 
 def _show(value: object) -> str:

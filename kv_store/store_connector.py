@@ -181,9 +181,9 @@ class StoreWorkerConnector:
         rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
-        if layout != layout.of_store:
+        if layout.num_ranks > 1:
             raise ValueError("a store keeps whole blocks: of several ranks, one has the connector, over slots")
-        self._format = BlockFormat(fingerprint, layout_of(kv_cache), layout.digest)
+        self._format = BlockFormat(fingerprint, layout_of(kv_cache, layout.num_feature_layers), layout.of_store.digest)
         self._store.open(self._format.namespace, self._format.frame_bytes)
         self._kv_cache = kv_cache
         self._on_settled = on_settled

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.engine.config import EngineConfig, SpeculationConfig
+from common.engine.config import EngineConfig
 from common.pod.config import PodConfig
 
 
@@ -28,4 +28,4 @@ class PrefillConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def engine_config(self) -> EngineConfig:
         """See PodConfig. Requests leave this pod with their first token, so that there is nothing to propose."""
-        return msgspec.structs.replace(super().engine_config(), speculation=SpeculationConfig())
+        return msgspec.structs.replace(super().engine_config(), proposes=False)

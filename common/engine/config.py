@@ -274,7 +274,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "mtp (the model's own multi-token head), or module:factory of a Proposer, with options as in "
             "ngram:depth=5,min=2,max=4, suffix:depth=8,memory=64MiB, "
             "draft:model=PATH_OR_ID,depth=4 or eagle3:model=PATH_OR_ID,depth=4. The tokens are the same. "
-            "none: nothing. Prefill pods have no use for it. See docs/speculation.md."
+            "none: nothing. Prefill pods compute what heads take. See docs/speculation.md."
         ),
     ] = None
 
@@ -387,10 +387,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    proposes: bool = True  # False: it only computes what the heads of other pods take
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
     tls: NodeTlsConfig | None = None
     data_parallel: DataParallelMember | None = None  # None: there is one engine
+
+    @property
+    def proposer(self) -> SpeculativeMethod | None:
+        """The proposer of drafts, if there is one."""
+        return self.speculation.method if self.proposes else None
 
     @property
     def data_parallel_rank(self) -> int:

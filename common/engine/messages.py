@@ -200,7 +200,7 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True):
     accepted_by_position: tuple[int, ...] = ()  # sums to those accepted; empty before the first
     failures: dict[str, int] = {}  # of the proposer, by reason
     num_caught_up: int = 0  # tokens that a draft model had to compute before it could propose, such as prompts
-    num_unseen: int = 0  # tokens that a head does without, as their KV came from elsewhere
+    num_unseen: int = 0  # tokens that a head does without, see Features
 
     def __add__(self, other: DraftFigures) -> DraftFigures:
         """Adds the figures of two engines."""

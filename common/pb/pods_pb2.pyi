@@ -551,10 +551,13 @@ class KVLayout(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     LAYERS_BY_STAGE_FIELD_NUMBER: _builtins.int
+    NUM_FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per KV block."""
     tensor_parallel_size: _builtins.int
     """Ranks of a stage, each of which has an equal part of the KV heads, or one."""
+    num_feature_layers: _builtins.int
+    """After a block's last layer: room for what a head for drafts takes."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """Layers that share a block table, with the heads of the whole model."""
@@ -570,10 +573,11 @@ class KVLayout(_message.Message):
         groups: _abc.Iterable[Global___KVGroup] | None = ...,
         tensor_parallel_size: _builtins.int = ...,
         layers_by_stage: _abc.Iterable[_builtins.int] | None = ...,
+        num_feature_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "groups", b"groups", "layers_by_stage", b"layers_by_stage", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "groups", b"groups", "layers_by_stage", b"layers_by_stage", "num_feature_layers", b"num_feature_layers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,6 +106,7 @@ def layout_to_pb(layout: KVLayout) -> pods_pb2.KVLayout:
         groups=groups,
         tensor_parallel_size=layout.tensor_parallel_size,
         layers_by_stage=layout.layers_by_stage,
+        num_feature_layers=layout.num_feature_layers,
     )
 
 
@@ -123,7 +124,13 @@ def layout_from_pb(message: pods_pb2.KVLayout) -> KVLayout:
         )
         for group in message.groups
     )
-    return KVLayout(message.block_size, groups, message.tensor_parallel_size, tuple(message.layers_by_stage))
+    return KVLayout(
+        message.block_size,
+        groups,
+        message.tensor_parallel_size,
+        tuple(message.layers_by_stage),
+        message.num_feature_layers,
+    )
 
 
 def phase_seconds_to_pb(phases: PhaseSeconds) -> pods_pb2.PhaseSeconds:

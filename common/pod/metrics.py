@@ -226,7 +226,7 @@ class _EngineFigures(Collector):
             ),
             (
                 "baton_pod_head_unseen_tokens",
-                "Tokens that a head does without, as the KV of these or later ones came from elsewhere.",
+                "Tokens that a head does without, as these or later ones were computed by a pod without this head.",
                 "num_unseen",
             ),
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import xxhash
-
 from common.errors import BlockCorruptError
-from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout, parse_header
+from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout, digest_of, parse_header
 from kv_store.inspection.base import StoredBlock, StoreInspector
 
 
@@ -27,13 +25,16 @@ def check_frame(block: StoredBlock, frame: bytes) -> None:
     num_layers, planes, num_kv_heads, block_size, head_dim = header.shape
     layout = BlockLayout(header.dtype, num_layers, num_kv_heads, block_size, head_dim)
     own_format = BlockFormat(header.fingerprint, layout, header.layout)
+    kv_end = HEADER_BYTES + layout.payload_bytes
+    kv, features = frame[HEADER_BYTES:kv_end], frame[kv_end:]
     expected = {
         "shape": (planes, 2),
         "payload_bytes": (header.payload_bytes, layout.payload_bytes),
-        "length": (len(frame), own_format.frame_bytes),
+        "length": (len(frame), header.frame_bytes),
         "fingerprint": (own_format.namespace, block.namespace),
         "block_hash": (header.block_hash.hex(), block.hash_hex),
-        "digest": (header.digest, xxhash.xxh3_128_digest(memoryview(frame)[HEADER_BYTES:])),
+        "digest": (header.digest, digest_of(kv)),
+        "feature_digest": (header.feature_digest, digest_of(features)),
     }
     for field, (found, wanted) in expected.items():
         if found != wanted:

@@ -106,14 +106,14 @@ class NixlWorkerConnector:
         rank: int = 0,
     ) -> ConnectorFacts:
         """See WorkerConnector."""
-        block = layout_of(kv_cache)
+        block = layout_of(kv_cache, layout.num_feature_layers)
         shard = RankSlabs(fingerprint, layout, rank, SlabShape.of(block))
         region = Region(
             memory="DRAM" if kv_cache.is_cpu else "VRAM",
             device_id=kv_cache.device.index or 0,
             base=kv_cache.data_ptr(),
             num_blocks=kv_cache.shape[0],
-            block_bytes=block.payload_bytes,
+            block_bytes=block.slab_bytes,
         )
         self._agent = Agent(self._nixl, region)
         self._jobs = JobTable(on_settled)
@@ -370,7 +370,7 @@ class _Verifying:
             raise TransferError(f"{len(transfer.digests)} digests for {len(transfer.block_ids)} blocks")
         num_ok = 0
         shard = self._shard
-        for is_right in verified(transfer, reader, shard.layout.block_size, shard.slab, shard.rank):
+        for is_right in verified(transfer, reader, shard.layout, shard.slab, shard.rank):
             if job.is_settled:
                 return
             if not is_right or job.is_overdue:

@@ -26,7 +26,7 @@ from kv_store.nixl.heads import SlabShape
 from kv_store.staging import Staging, create_staging
 
 if TYPE_CHECKING:
-    from common.engine.contract.layout import MappedPart
+    from common.engine.contract.layout import KVLayout, MappedPart
     from common.engine.kv_connector import BlockTransfer
     from common.types import BlockHash
     from kv_store.base import Buffer
@@ -100,17 +100,19 @@ def digests_of(
 
 
 def verified(
-    transfer: BlockTransfer, reader: SlabReader, block_size: int, slab: SlabShape, rank: int
+    transfer: BlockTransfer, reader: SlabReader, layout: KVLayout, slab: SlabShape, rank: int
 ) -> Iterator[bool]:
-    """Yields whether each block of the transfer is what the producer's digests say, as far as it is this rank's."""
+    """Yields whether each block of the transfer is what the producer's digests say, as far as it is this rank's. They
+    need not cover features."""
     place_of_all = encode_place(rank, Part(0, slab.num_layers, 0, slab.num_heads))
     for index, block in enumerate(reader.slabs(transfer.block_ids)):
         encoded, block_hash = transfer.digests[index], transfer.block_hashes[index]
-        num_tokens = transfer.num_tokens_in(index, block_size)
+        num_tokens = transfer.num_tokens_in(index, layout.block_size)
         if encoded.startswith(place_of_all) and len(encoded) == len(place_of_all) + DIGEST_BYTES:
             yield encoded == place_of_all + block_digest([block], block_hash, num_tokens)
         else:
-            parts = digests_of_rank(encoded, rank, slab.num_layers, slab.num_heads)
+            counts = slab.num_layers, slab.num_heads, layout.num_feature_layers
+            parts = digests_of_rank(encoded, rank, *counts)
             yield bool(parts) and all(
                 block_digest(slab.runs(block, each.part), block_hash, num_tokens) == each.digest for each in parts
             )

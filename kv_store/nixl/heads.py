@@ -35,8 +35,8 @@ class SlabShape:
     @classmethod
     def of(cls, block: BlockLayout) -> SlabShape:
         """The shape of slabs of this layout."""
-        num_planes = 2 * block.num_layers
-        return cls(num_planes, block.num_kv_heads, block.payload_bytes // (num_planes * block.num_kv_heads))
+        num_planes = 2 * (block.num_layers + block.num_feature_layers)
+        return cls(num_planes, block.num_kv_heads, block.slab_bytes // (num_planes * block.num_kv_heads))
 
     @property
     def num_bytes(self) -> int:

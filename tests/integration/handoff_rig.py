@@ -65,15 +65,17 @@ def create_engine(
     options: Mapping[str, str | int | float | bool] | None = None,
     executor: str = "inproc",
     speculative: str | None = None,
+    proposes: bool = True,
+    connector_name: str = "shared-storage",
 ) -> InprocClient:
-    """An engine with a shared-storage connector at `path`; none: without a connector."""
+    """An engine with a connector; `path`: of shared storage; none: without a connector."""
     connector = None
     if path is not None:
         factory = create_faulty_connector if faulty_name else create_connector
         connector = KVConnectorConfig(
             factory=f"{factory.__module__}:{factory.__name__}",
-            name=faulty_name or "shared-storage",
-            options={"path": str(path), **(options or {})},
+            name=faulty_name or connector_name,
+            options={**({"path": str(path)} if connector_name == "shared-storage" else {}), **(options or {})},
         )
     return InprocClient(
         EngineConfig(
@@ -91,6 +93,7 @@ def create_engine(
             connector=connector,
             parallel=ParallelConfig(executor=executor),
             speculation=SpeculationConfig(speculative=speculative),
+            proposes=proposes,
         )
     )
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from common.demo_model import demo_model_path
+from common.engine.client.inproc import InprocClient
 from common.engine.devices.host_memory import HostMemory
 from common.engine.llm import LLM
 from common.engine.scheduler import scheduler
 from common.engine.speculation.base import Context
+from common.engine.worker.features import TAG_BYTES
 from common.engine.worker.head import Head
 from common.errors import ConfigError
 from common.types import SamplingParams
@@ -141,22 +144,81 @@ def test_drafts_after_preemption(seen: Seen) -> None:
     seen.compare(HEAD)
 
 
-def test_drafts_after_a_handoff(seen: Seen, tmp_path: Path) -> None:
-    """Where the decode pod has computed nothing, the head sees nothing."""
-    consumer = create_engine(LLAMA, tmp_path / "kv", speculative=f"eagle3:model={HEAD},depth=3")
-    handoffs = Handoffs(create_engine(LLAMA, tmp_path / "kv"), consumer)
-    prompts = [prompt_of(length) for length in (1, 16, 17, 37)]
-    params = SamplingParams(temperature=0.0, max_tokens=40)
-    decoded = handoffs.run(prompts, params)
+class Pods:
+    """Engines on one medium, which end sound."""
+
+    def __init__(self, connector: str, path: Path) -> None:
+        self._connector = connector
+        self._path = path
+        self._opened: list[InprocClient] = []
+
+    def open(self, head: Path | None, **options: Any) -> InprocClient:
+        of_head = {} if head is None else {"speculative": f"eagle3:model={head},depth=3"}
+        self._opened.append(create_engine(LLAMA, self._path, connector_name=self._connector, **of_head, **options))
+        return self._opened[-1]
+
+    def close(self) -> None:
+        for engine in self._opened:
+            handoff_rig.check_integrity(engine)
+            engine.close()
+
+
+@pytest.fixture(params=["shared-storage", "nixl"])
+def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
+    opened = Pods(request.param, tmp_path / "kv")
+    yield opened
+    opened.close()
+
+
+HANDED_OVER = [1, 16, 17, 37, 90]  # tokens; a block has 16, and a step of the producer 32
+STARTS = [-(-length // handoff_rig.BLOCK_SIZE) * handoff_rig.BLOCK_SIZE for length in HANDED_OVER]
+
+
+def hand_over(producer: InprocClient, consumer: InprocClient, lengths: Sequence[int] = HANDED_OVER) -> None:
+    prompts = [prompt_of(length) for length in lengths]
+    decoded = Handoffs(producer, consumer).run(prompts, SamplingParams(temperature=0.0, max_tokens=40))
     assert [each.token_ids for each in decoded] == [reference_generate(LLAMA, each, 40) for each in prompts]
-    stats = consumer.stats()
-    handoffs.check_integrity()
-    handoffs.close()
-    size = handoff_rig.BLOCK_SIZE
-    starts = [-(-len(prompt) // size) * size for prompt in prompts]
+    assert {each.received.recompute_reason for each in decoded if each.received} == {""}
+
+
+def test_features_travel_with_a_handoff(pods: Pods, seen: Seen) -> None:
+    """The head sees the prompt, also where blocks come from prefix caches of either side."""
+    producer, consumer = pods.open(HEAD, proposes=False), pods.open(HEAD)
+    for lengths in (HANDED_OVER, [17, 100], [90, 120]):
+        hand_over(producer, consumer, lengths)
+    assert consumer.stats().drafts.num_unseen == 0
+    assert {start for *_, start in seen.drafts} == {0}
+    seen.compare(HEAD)
+
+
+@pytest.mark.parametrize("of_producer", [None, tiny_head_dir(LLAMA, seed=1), tiny_head_dir(LLAMA, has_embedding=False)])
+def test_drafts_after_a_handoff_without_features(pods: Pods, seen: Seen, of_producer: Path | None) -> None:
+    """The producer has no head, or another, of the same size or not: the consumer's sees what is computed there."""
+    consumer = pods.open(HEAD)
+    hand_over(pods.open(of_producer, proposes=False), consumer)
     assert {len(tokens) - start > 1 for tokens, _, start in seen.drafts} == {True}
-    assert {start for *_, start in seen.drafts} <= {0, *starts}
-    assert stats.drafts.num_unseen >= sum(map(len, prompts[1:]))
+    assert {start for *_, start in seen.drafts} <= {0, *STARTS}
+    assert consumer.stats().drafts.num_unseen >= sum(HANDED_OVER[1:])
+    seen.compare(HEAD)
+
+
+def test_a_handoff_with_features_to_a_pod_without_a_head(pods: Pods) -> None:
+    hand_over(pods.open(HEAD, proposes=False), pods.open(None))
+
+
+@pytest.mark.parametrize("num_producers", [1, 2])
+def test_features_of_blocks_that_were_kept(num_producers: int, tmp_path: Path, seen: Seen) -> None:
+    """By a tier, for this engine and others. What an engine without a head has kept has none."""
+    pods, prompt = Pods("shared-storage", tmp_path / "kv"), prompt_of(90)
+    expected = reference_generate(LLAMA, prompt, 20)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    for head in [None, HEAD][-num_producers:]:
+        assert handoff_rig.generate(pods.open(head, options={"offload": True}), [prompt], params) == [expected]
+    last = pods.open(HEAD)
+    assert handoff_rig.generate(last, [prompt], params) == [expected]
+    assert last.stats().tier_hits == 80
+    assert last.stats().drafts.num_unseen == (0 if num_producers == 1 else 80)
+    pods.close()
     seen.compare(HEAD)
 
 
@@ -184,10 +246,13 @@ def test_recorded_steps_give_features(seen: Seen) -> None:
 
 
 def test_its_kv_and_features_count_as_memory() -> None:
-    of_head = 4 * (2 * NUM_KV_HEADS * HEAD_DIM + HIDDEN) * 4  # bytes per block
+    with make_llm() as llm:
+        of_model = llm.spec.bytes_per_block  # of three layers
     with make_llm(head=HEAD) as llm:
-        assert llm.spec.draft_bytes_per_block == of_head
-        in_all = llm.spec.bytes_per_block + of_head
+        assert llm.spec.draft_bytes_per_block == 4 * 2 * NUM_KV_HEADS * HEAD_DIM * 4
+        assert of_model // 3 > 4 * HIDDEN * 4 + TAG_BYTES
+        assert llm.spec.bytes_per_block == of_model * 4 // 3
+        in_all = llm.spec.bytes_per_block + llm.spec.draft_bytes_per_block
     with make_llm(head=HEAD, num_blocks=None, kv_cache_memory=33 * in_all - 1) as llm:
         assert llm.spec.num_blocks == 32
 
@@ -197,7 +262,7 @@ def test_memory_that_does_not_fit_is_named(what: str, monkeypatch: pytest.Monkey
     own = HostMemory.zeros
 
     def zeros(memory: HostMemory, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        if (len(shape) == 2) == ("head" in what):  # [slots, size]; a KV cache has more dimensions
+        if (len(shape) == 3) == ("head" in what):  # [tokens, states, size]; a KV cache has more dimensions
             raise MemoryError
         return own(memory, shape, dtype)
 

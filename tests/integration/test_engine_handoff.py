@@ -204,7 +204,7 @@ def test_everything_lost(open_handoffs, tmp_path):
 
 
 def test_store_too_small_for_the_prompt(open_handoffs):
-    frame_bytes = 128 + 3 * 2 * 2 * BLOCK_SIZE * 12 * 4
+    frame_bytes = 192 + 3 * 2 * 2 * BLOCK_SIZE * 12 * 4
     handoffs = open_handoffs(max_bytes=3 * frame_bytes)
     (decoded,) = handoffs.run([PROMPT], GREEDY)
     assert decoded.token_ids == reference(PROMPT)

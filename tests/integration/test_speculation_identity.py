@@ -8,6 +8,7 @@ killed are processes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import psutil
 import pytest
 
@@ -37,12 +39,14 @@ from tests.integration.cluster import (
     BLOCK_SIZE,
     CHUNK,
     DEADLINE_S,
+    START_DEADLINE_S,
     Cluster,
     Stream,
     all_ready,
     running_cluster,
     with_tokenizer,
 )
+from tests.mtp_models import mtp_model_dir
 from tests.pods import StepGate, wait_for
 from tests.redis_server import running_redis
 from tests.tiny_models import prompt_of, random_model, reference_logprobs, tiny_config
@@ -55,6 +59,7 @@ PROPOSERS = {  # {model}: the directory of the model; {head}: of a head for it
     "scripted": "tests.integration.speculation_rig:mostly_right",
     "draft": "draft:model={model},depth=4",  # the model itself
     "eagle3": "eagle3:model={head},depth=4",
+    "mtp": "mtp:depth=4",  # of another model
 }
 CONNECTORS = ("colocated", "shared-storage", "redis", "nixl")
 IN_EVERY_RUN = (  # each proposer, connector and fault; the others are for `make test-matrix`
@@ -66,6 +71,7 @@ IN_EVERY_RUN = (  # each proposer, connector and fault; the others are for `make
     ("migrated", "redis", "ngram"),
     ("resumed by event id", "shared-storage", "eagle3"),
     ("resumed by event id", "nixl", "suffix"),
+    ("undisturbed", "nixl", "mtp"),
 )
 FEW = (5, 6, 7)  # tokens, so that the answers of a model with random weights repeat
 LAST = 9  # the token that ends an answer
@@ -74,6 +80,7 @@ HELD_STEPS = 24  # of a pod, after which no answer is complete
 SCARCE_BLOCKS = 48  # for one and a half of the streams
 TARGET_ITL_MS = 1000  # so that no proposer is too slow, however slow the machine
 LOGPROBS_TOLERANCE = 1e-5
+EXPERTS_TOLERANCE = 1e-4  # their outputs add up in another order with each shape of a step
 _OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "allowed_token_ids": FEW, "max_tokens": MAX_TOKENS},
     {"temperature": 1.0, "seed": 3, "allowed_token_ids": FEW, "max_tokens": MAX_TOKENS},
@@ -102,6 +109,7 @@ class Jobs(NamedTuple):
 
     directory: Path
     jobs: list[Job]
+    tolerance: float  # of log probabilities
 
 
 class GatedExecutor(InprocExecutor):
@@ -123,8 +131,10 @@ class Cell:
     def __init__(self, jobs: Jobs, path: Path, proposer: str, options: dict[str, Any]) -> None:
         self.jobs = jobs.jobs
         self._directory = jobs.directory
+        self._tolerance = jobs.tolerance
         self._path = path
-        self._speculative = PROPOSERS[proposer].format(model=jobs.directory, head=tiny_head_dir(jobs.directory))
+        head = tiny_head_dir(jobs.directory) if proposer == "eagle3" else None
+        self._speculative = PROPOSERS[proposer].format(model=jobs.directory, head=head)
         self._options = options
         self._gates: list[StepGate] = []
 
@@ -169,7 +179,7 @@ class Cell:
             assert (stream.text, stream.finish_reason) == (answer.text, answer.finish_reason.value)
             for found, expected in zip(stream.logprobs, answer.logprobs or (), strict=True):
                 wanted = (expected.sampled, *(logprob for _, logprob in expected.top))
-                assert found == pytest.approx(wanted, abs=LOGPROBS_TOLERANCE)
+                assert found == pytest.approx(wanted, abs=self._tolerance)
 
     @contextmanager
     def pod(self, role: str) -> Iterator[tuple[ServerProcess, Metrics]]:
@@ -204,9 +214,11 @@ class Cell:
 
 
 async def check_accepted(cluster: Cluster) -> None:
-    """On each decode pod of this process, drafts were right."""
+    """On each decode pod of this process, drafts were right, and heads have seen all that was computed elsewhere."""
     for pod in cluster.decode:
-        assert (await pod.context.engine.stats()).drafts.num_accepted
+        drafts = (await pod.context.engine.stats()).drafts
+        assert drafts.num_accepted
+        assert drafts.num_unseen == 0
 
 
 def num_moved(cluster: Cluster) -> float:
@@ -238,11 +250,22 @@ def cells(fault: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Jobs]:
+    """By proposer."""
+
+    @functools.cache
+    def of_model(has_own_head: bool) -> Jobs:
+        path = tmp_path_factory.mktemp("identity")
+        if has_own_head:
+            return make_jobs(with_tokenizer(mtp_model_dir(), path / "model"), EXPERTS_TOLERANCE)
+        random_model(tiny_config("LlamaConfig", tie_word_embeddings=True)).save_pretrained(path / "plain")
+        return make_jobs(with_tokenizer(path / "plain", path / "model"), LOGPROBS_TOLERANCE)
+
+    return lambda proposer: of_model(proposer == "mtp")
+
+
+def make_jobs(directory: Path, tolerance: float) -> Jobs:
     """Answers without drafts, and, beside the model, all of them for the scripted proposer."""
-    path = tmp_path_factory.mktemp("identity")
-    random_model(tiny_config("LlamaConfig", tie_word_embeddings=True)).save_pretrained(path / "plain")
-    directory = with_tokenizer(path / "plain", path / "model")
     prompts = [prompt_of(3 * CHUNK + 5, seed=seed) for seed in range(len(_OPTIONS))]
     params = [SamplingParams(**options, num_logprobs=2) for options in _OPTIONS]
     with LLM(directory, block_size=BLOCK_SIZE, num_blocks=256, num_threads=1) as llm:
@@ -254,14 +277,16 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         rows = reference_logprobs(directory, sequence)[len(prompt) - 1 : -1]
         found = [entry.sampled for entry in answer.logprobs or ()]
         expected = [float(row[token_id]) for row, token_id in zip(rows, answer.token_ids, strict=True)]
-        assert found == pytest.approx(expected, abs=LOGPROBS_TOLERANCE)
+        assert found == pytest.approx(expected, abs=tolerance)
         if options["temperature"] == 0:
             assert answer.token_ids == [max(FEW, key=row.tolist().__getitem__) for row in rows]
-    return Jobs(directory, [Job(*each) for each in zip(prompts, _OPTIONS, answers, strict=True)])
+    return Jobs(directory, [Job(*each) for each in zip(prompts, _OPTIONS, answers, strict=True)], tolerance)
 
 
 @pytest.fixture
-def cell(jobs: Jobs, proposer: str, connector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cell]:
+def cell(
+    jobs_of: Callable[[str], Jobs], proposer: str, connector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cell]:
     monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
     with ExitStack() as stack:
         options: dict[str, Any] = {"connector": connector}
@@ -269,7 +294,7 @@ def cell(jobs: Jobs, proposer: str, connector: str, tmp_path: Path, monkeypatch:
             options = {"connector": "shared-storage", "num_prefill": 0}
         elif connector == "redis":
             options["connector_options"] = {"url": stack.enter_context(running_redis()).url}
-        yield Cell(jobs, tmp_path, proposer, options)
+        yield Cell(jobs_of(proposer), tmp_path, proposer, options)
 
 
 @cells("undisturbed")
@@ -306,8 +331,19 @@ async def test_decode_pod_killed(cell: Cell) -> None:
             while not await was_struck(cell, cluster, victim, figures):
                 await asyncio.to_thread(victim.wait_gone, [])
                 victim.start()
+                await answers(figures)  # by when the router has noticed that the one before is gone
                 await all_ready(cluster.router, len(cluster.prefill), 2)
             await check_accepted(cluster)
+
+
+async def answers(figures: Metrics) -> None:
+    """Returns once the pod serves its metrics."""
+    async with asyncio.timeout(START_DEADLINE_S):
+        while True:
+            with suppress(httpx.TransportError):
+                await asyncio.to_thread(figures.__getitem__, "drafts_accepted")
+                return
+            await asyncio.sleep(0.05)
 
 
 async def was_struck(cell: Cell, cluster: Cluster, victim: ServerProcess, figures: Metrics) -> bool:

@@ -29,11 +29,12 @@ class KVLayout:
     groups: tuple[KVGroupSpec, ...]  # with the heads of the whole model
     tensor_parallel_size: int = 1  # ranks of each stage, see heads_by_rank
     layers_by_stage: tuple[int, ...] = ()  # layers of a block in each stage of a pipeline; empty: there is one
+    num_feature_layers: int = 0  # after a block's last layer: room for what a head takes, see Features
 
     @property
     def of_store(self) -> KVLayout:
-        """The same KV in a store."""
-        return replace(self, tensor_parallel_size=1, layers_by_stage=())
+        """The same KV in a store, which does not require features."""
+        return replace(self, tensor_parallel_size=1, layers_by_stage=(), num_feature_layers=0)
 
     @property
     def num_ranks(self) -> int:
@@ -54,7 +55,8 @@ class KVLayout:
         if min(counts) < 1 or sum(counts) != num_layers or len(counts) * self.tensor_parallel_size > MAX_RANKS:
             problem = f"layers_by_stage: {num_layers} layers cannot be divided into stages of {list(counts)}"
             raise IncompatiblePeerError(problem, param="layers_by_stage")
-        return [range(stop - count, stop) for count, stop in zip(counts, itertools.accumulate(counts), strict=True)]
+        runs = [range(stop - count, stop) for count, stop in zip(counts, itertools.accumulate(counts), strict=True)]
+        return [*runs[:-1], range(runs[-1].start, num_layers + self.num_feature_layers)]
 
     @property
     def heads_by_rank(self) -> list[range]:
@@ -85,7 +87,7 @@ class KVLayout:
 class Shard(NamedTuple):
     """A rank's part of each block."""
 
-    layers: range  # of the block: places in a group's `layers`
+    layers: range  # of the block: places in a group's `layers`, and those of features after them
     heads: range
 
 
@@ -110,7 +112,7 @@ class MappedPart(NamedTuple):
 def map_layouts(producer: KVLayout, consumer: KVLayout) -> tuple[MappedPart, ...]:
     """The parts in which a block goes from one engine, or store, to another, by rank, layer and head of the consumer.
     Each head of a layer of each of the consumer's ranks comes in one part; if several of the producer's ranks have it,
-    they take turns.
+    they take turns. Features go along if both have them.
     Raises IncompatiblePeerError that names what differs or cannot be divided."""
     _check_equal("block_size", producer.block_size, consumer.block_size)
     _check_equal("num_kv_groups", len(producer.groups), len(consumer.groups))

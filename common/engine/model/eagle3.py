@@ -24,6 +24,7 @@ from common.engine.config import ModelConfig
 from common.engine.devices.attention import AttentionArgs, KVSpec
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
+from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
 from common.engine.model.hidden_states import can_keep_inputs, layer_inputs
 from common.engine.model.loader import (
@@ -44,6 +45,8 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn"})  # that do not chang
 
 class Eagle3Head(HeadModule):
     """See HeadModule."""
+
+    fuses_with = frozenset({"fc"})
 
     def __init__(self, config: LlamaConfig, fc_size: int, embedding_size: int, draft_size: int) -> None:
         super().__init__(embedding_size, int(config.hidden_size), int(config.vocab_size))
@@ -131,7 +134,9 @@ def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int)
     found = FoundAttention(spec, [num_heads], [AttentionArgs(attention.scaling, None, None, None)], [attention])
     max_model_len = int(attention.config.max_position_embeddings)
     loaded = as_model(module, found, device, max_model_len, Files(raw_config, weight_files, directory))
-    return LoadedHead(module, loaded, partial(layer_inputs, layers), options.depth)
+    dtype_name = str(dtype).removeprefix("torch.")
+    fingerprint = fingerprint_model(weight_files, raw_config, dtype=dtype_name, kv_dtype=dtype_name)
+    return LoadedHead(module, loaded, partial(layer_inputs, layers), options.depth, fingerprint)
 
 
 def _layers_of(raw_config: dict[str, Any], model: str, text_config: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 class HeadModule(nn.Module):
     """Called as a transformers model; its inputs are embeddings and features [1, tokens, sizes of both]."""
+
+    fuses_with: frozenset[str] = frozenset()  # children that `fuse` needs
 
     def __init__(self, embedding_size: int, feature_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -82,11 +85,22 @@ class LoadedHead(NamedTuple):
     loaded: LoadedModel  # the head, as a model that takes hidden states
     keep_states: Callable[[LoadedModel, int], HiddenStates]  # of the model; see HiddenStates
     depth: int  # most drafts
+    fingerprint: bytes  # of what makes its features what they are, beside the model
 
-    def keep_inputs(self, target: LoadedModel, num_tokens: int) -> HiddenStates:
-        """From now on the model keeps what the head needs, of steps of up to so many tokens."""
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of a token's feature."""
+        return self.module.feature_size * self.loaded.dtype.itemsize
+
+    def without_layers(self) -> LoadedHead:
+        """Returns what features need of it. The head itself can be used no longer."""
+        for name in [name for name, _ in self.module.named_children() if name not in self.module.fuses_with]:
+            setattr(self.module, name, None)
+        return self._replace(loaded=replace(self.loaded, attention_modules=[]))
+
+    def keep_outputs(self, num_tokens: int) -> None:
+        """From now on the head keeps its outputs, of steps of up to so many tokens."""
         self.module.keep_outputs(num_tokens, self.loaded.dtype, self.loaded.device.torch_device)
-        return self.keep_states(target, num_tokens)
 
 
 class FoundAttention(NamedTuple):

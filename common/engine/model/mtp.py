@@ -102,7 +102,7 @@ def load_mtp(config: ModelConfig, options: MtpOptions, device_number: int) -> Lo
     found = FoundAttention(probed.spec, probed.num_heads, probed.attention_args, probed.attention_modules)
     max_model_len = int(model_config.max_position_embeddings)
     loaded = as_model(module, found, device, max_model_len, Files(raw_config, weight_files, directory))
-    return LoadedHead(module, loaded, final_states, options.depth)
+    return LoadedHead(module, loaded, final_states, options.depth, fingerprint=b"mtp")  # the model's own states
 
 
 def _read_weights(files: list[Path], number: int) -> dict[str, torch.Tensor]:

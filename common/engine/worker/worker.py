@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,12 +48,14 @@ from common.engine.speculation.registry import create_proposer
 from common.engine.speculative import DraftModelOptions, Eagle3Options, MtpOptions
 from common.engine.worker.connector import create_connector
 from common.engine.worker.draft_model import DraftModel
-from common.engine.worker.features import Features
+from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
 from common.engine.worker.head import Head, HeadRunner
 from common.engine.worker.model_runner import ModelRunner
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
 from common.types import RequestId, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _ONE_RANK = OneRank()
 _ONE_STAGE = OneStage()
@@ -107,6 +110,7 @@ class Worker:
         self._proposer: Proposer | None = None
         self._draft_loaded: LoadedModel | None = None
         self._head: LoadedHead | None = None
+        self._tagger: Tagger | None = None
         self._drafts: _Drafts | None = None
 
     def load_model(self) -> ModelFacts:
@@ -117,20 +121,21 @@ class Worker:
         device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
         if self.rank == self._config.parallel.answering_rank:  # others may find another time too long
             self._proposer = create_proposer(self._config)
-            method = self._config.speculation.method
-            if method is not None and isinstance(method.options, Eagle3Options | MtpOptions):
-                self._head = self._load_head(method.options, device_number)
+            options = None if (method := self._config.speculation.method) is None else method.options
+            if isinstance(options, Eagle3Options | MtpOptions):
+                self._head = self._load_head(options, device_number)
+            if self._config.proposes and self._head is not None:
                 self._draft_loaded = self._head.loaded
-            elif method is not None and isinstance(method.options, DraftModelOptions):
-                self._draft_loaded = load_draft_model(self._config.model, method.options, device_number)
+            elif self._config.proposes and isinstance(options, DraftModelOptions):
+                self._draft_loaded = load_draft_model(self._config.model, options, device_number)
         loaded = self._loaded = load_model(
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
-        if self._head is not None and not self._head.module.share_embedding(loaded):
+        if self._draft_loaded is not None and self._head and not self._head.module.share_embedding(loaded):
             reason = "the head has no embedding of its own, and the model's is cut into ranks"
             raise ConfigError.of("speculative", reason)
-        if self._draft_loaded is not None and loaded.kv_groups[0].kind != "full":
+        if (self._draft_loaded or self._head) is not None and loaded.kv_groups[0].kind != "full":
             name = "draft" if self._head is None else "heads"
             reason = f"{name}: not for a model whose first KV group keeps a window of tokens only"
             raise ConfigError.of("speculative", reason)
@@ -149,11 +154,13 @@ class Worker:
             raise ModelLoadError(f"the weights cannot be read: {error}", param="model") from error
         self._facts = ModelFacts(
             fingerprint=fingerprint,
-            layout=KVLayout(block_size, loaded.kv_groups, self._ranks.size, loaded.layers_by_stage),
+            layout=KVLayout(
+                block_size, loaded.kv_groups, self._ranks.size, loaded.layers_by_stage, self._num_feature_layers
+            ),
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
-            bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
+            bytes_per_block=self._cache_spec(loaded).bytes_per_block(block_size),
             draft_bytes_per_block=self._draft_bytes_per_block,
             available_kv_bytes=self._kv_bytes(loaded),
             device=loaded.device.name,
@@ -170,8 +177,9 @@ class Worker:
         """See Executor.initialize_kv_cache."""
         assert self._loaded is not None
         block_size = self._config.cache.block_size
-        self._kv_cache = kv_cache = allocate_kv_cache(self._loaded.kv_spec, num_blocks, block_size, self._loaded.device)
-        features = None if self._head is None else self._open_features(self._head, num_blocks)
+        spec = self._cache_spec(self._loaded)
+        self._kv_cache = kv_cache = allocate_kv_cache(spec, num_blocks, block_size, self._loaded.device)
+        features = None if self._head is None else self._open_features(self._head, kv_cache)
         fitting = (num_blocks - 1) // len(self._loaded.kv_groups) * block_size
         self._runner = ModelRunner(
             self._loaded,
@@ -191,6 +199,8 @@ class Worker:
         can_record = self._ranks.can_record and self._experts is None
         if not self._config.model.enforce_eager and can_record:
             self._runner.record_decodes()
+        if features is not None:
+            self._tagger = Tagger(features, self._runner.table, block_size)
         if self._draft_loaded is not None:
             self._drafts = self._open_draft_model(self._draft_loaded, num_blocks, self._runner, features)
 
@@ -241,6 +251,8 @@ class Worker:
     def submit(self, step: SchedulerOutput, masks: MaskSource) -> RunningStep:
         """See Executor.submit."""
         assert self._runner is not None
+        if self._tagger is not None:
+            self._tagger.begin_step(step)
         if self._drafts is not None:
             self._drafts.model.begin_step(step)
         self._runner.update_requests(step)
@@ -253,22 +265,27 @@ class Worker:
         running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, self.phases)
         if self._drafts is not None and step.asked != NOTHING_ASKED:
             running = FinishedStep(self._propose(self._drafts, step, running.result()))
+        elif self._tagger is not None and self._drafts is None:
+            self._tagger.note_computed(step.num_scheduled_tokens)
         return running if self._fences is None else _FencedStep(running, self._fences.record())
 
     def check(self, known: KnownRequests) -> list[str]:
         """See Executor.check."""
         assert self._runner is not None
         of_drafts = [] if self._drafts is None else self._drafts.guard.check()
+        of_drafts += [] if self._tagger is None else self._tagger.check()
         return known.violations(self._runner.block_tables) + self._runner.check_proposer() + of_drafts
 
     def _propose(self, drafts: _Drafts, step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Adds the draft model's drafts of what comes next."""
         assert self._runner is not None
+        if self._tagger is not None:
+            self._tagger.note_computed(step.num_scheduled_tokens)
         proposed = drafts.guard.propose(self._runner.table.contexts(step.num_scheduled_tokens))
         drafting = drafts.model.take_drafting()
         if drafts.guard.is_off:
             drafting = Drafting(has_failed=True)
-            self._drafts = self._draft_loaded = self._head = None
+            self._drafts = self._draft_loaded = self._head = self._tagger = None
             self._runner.on_computed = None
         return replace(output, drafts=proposed.drafts, proposer_failure=proposed.failure, drafting=drafting)
 
@@ -288,7 +305,7 @@ class Worker:
         if connector is not None:
             connector.close()
         self._runner = None
-        self._proposer = self._draft_loaded = self._head = self._drafts = None
+        self._proposer = self._draft_loaded = self._head = self._drafts = self._tagger = None
         self._kv_cache = None
         self._loaded = None
         self._ranks.close()
@@ -300,20 +317,53 @@ class Worker:
         proposer, self._proposer = self._proposer, None  # the guard lets go of one that is switched off
         return None if proposer is None else GuardedProposer(proposer, vocab_size, self._config.step_share_s)
 
-    def _load_head(self, options: Eagle3Options | MtpOptions, device_number: int) -> LoadedHead:
+    def _load_head(self, options: Eagle3Options | MtpOptions, device_number: int) -> LoadedHead | None:
+        if not self._config.proposes and not self._keeps_features_with_kv:
+            logger.warning(
+                "speculative: several ranks hand over nothing for the heads of decode pods, which will do without"
+            )
+            return None
         if self._config.parallel.pipeline_parallel_size > 1:
             raise ConfigError.of("speculative", f"{options.method}: not for a model that is cut into stages")
         if isinstance(options, MtpOptions):
-            return load_mtp(self._config.model, options, device_number)
-        return load_eagle3(self._config.model, options, device_number)
+            head = load_mtp(self._config.model, options, device_number)
+        else:
+            head = load_eagle3(self._config.model, options, device_number)
+        return head if self._config.proposes else head.without_layers()
 
-    def _open_features(self, head: LoadedHead, num_blocks: int) -> Features:
+    @property
+    def _keeps_features_with_kv(self) -> bool:
+        """Whether they are in the KV cache, of which each of several ranks has some KV heads or layers."""
+        return self._config.parallel.num_ranks == 1
+
+    @property
+    def _num_feature_layers(self) -> int:
+        """See KVLayout."""
+        if self._head is None or not self._keeps_features_with_kv:
+            return 0
         assert self._loaded is not None
-        scheduler = self._config.scheduler
+        block_size = self._config.cache.block_size
+        of_layer = replace(self._loaded.kv_spec, num_layers=1).bytes_per_block(block_size)
+        return -(-feature_bytes_per_block(self._head, block_size) // of_layer)
+
+    def _cache_spec(self, loaded: LoadedModel) -> KVSpec:
+        """The KV cache, with room for features."""
+        return replace(loaded.kv_spec, num_layers=loaded.kv_spec.num_layers + self._num_feature_layers)
+
+    def _open_features(self, head: LoadedHead, kv_cache: torch.Tensor) -> Features:
+        assert self._loaded is not None
+        scheduler, block_size, num_blocks = self._config.scheduler, self._config.cache.block_size, len(kv_cache)
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        num_bytes = num_blocks * self._config.cache.block_size * head.module.feature_size * head.loaded.dtype.itemsize
-        with _fitting(f"a head's input for {num_blocks} blocks", num_bytes, self._loaded.device):
-            return Features(head, head.keep_inputs(self._loaded, most), num_blocks, self._config.cache.block_size)
+        num_bytes = feature_bytes_per_block(head, block_size)
+        with _fitting(f"a head's input for {num_blocks} blocks", num_blocks * num_bytes, self._loaded.device):
+            if self._keeps_features_with_kv:
+                places = kv_cache.flatten(1)[:, self._loaded.kv_spec.num_layers * kv_cache[0, 0].numel() :]
+                places = places.view(torch.uint8)
+            else:
+                places = self._loaded.device.memory.zeros((num_blocks, num_bytes), torch.uint8)
+            if self._config.proposes:
+                head.keep_outputs(most)
+            return Features(head, head.keep_states(self._loaded, most), places, block_size)
 
     def _open_draft_model(
         self, loaded: LoadedModel, num_blocks: int, target: ModelRunner, features: Features | None
@@ -334,17 +384,17 @@ class Worker:
         if features is None or self._head is None:
             model = DraftModel(runner, *limits)
         else:
-            model = Head(target, features, self._head.depth, runner, *limits)
+            assert self._tagger is not None
+            model = Head(self._tagger, self._head.depth, runner, *limits)
         return _Drafts(model, GuardedProposer(model, loaded.vocab_size, math.inf))
 
     @property
     def _draft_bytes_per_block(self) -> int:
-        """Bytes of the draft model's KV, and of the features that a head takes, beside the model's."""
+        """Bytes of the draft model's KV, and of the features that a head takes, unless they are with the model's."""
         loaded, block_size = self._draft_loaded, self._config.cache.block_size
-        if loaded is None:
-            return 0
-        features = 0 if self._head is None else block_size * self._head.module.feature_size * loaded.dtype.itemsize
-        return loaded.kv_spec.bytes_per_block(block_size) + features
+        of_kv = 0 if loaded is None else loaded.kv_spec.bytes_per_block(block_size)
+        has_own = self._head is not None and not self._keeps_features_with_kv
+        return of_kv + (feature_bytes_per_block(self._head, block_size) if self._head and has_own else 0)
 
     def _max_model_len(self, loaded: LoadedModel) -> int:
         return min(self._config.model.max_model_len or loaded.max_model_len, loaded.max_model_len)
@@ -352,7 +402,7 @@ class Worker:
     def _kv_bytes(self, loaded: LoadedModel) -> int:
         """Returns the bytes for the KV cache, at most as many as the scheduler can use."""
         cache = self._config.cache
-        bytes_per_block = loaded.kv_spec.bytes_per_block(cache.block_size) + self._draft_bytes_per_block
+        bytes_per_block = self._cache_spec(loaded).bytes_per_block(cache.block_size) + self._draft_bytes_per_block
         if cache.num_blocks is not None:
             return cache.num_blocks * bytes_per_block
         blocks_per_seq = -(-self._max_model_len(loaded) // cache.block_size) * len(loaded.kv_groups)

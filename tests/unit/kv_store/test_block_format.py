@@ -12,23 +12,32 @@ from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout, parse_
 
 LAYOUT = BlockLayout("bfloat16", num_layers=2, num_kv_heads=3, block_size=4, head_dim=8)
 FORMAT = BlockFormat(bytes(range(32)), LAYOUT, b"L" * 16)
+WITH_FEATURES = dataclasses.replace(FORMAT, layout=dataclasses.replace(LAYOUT, num_feature_layers=1))
+FORMATS = pytest.mark.parametrize("block_format", [FORMAT, WITH_FEATURES])
 KEY = BlockHash(b"k" * 16)
 NUM_TOKENS = 3
 
 
 def sealed(block_format: BlockFormat = FORMAT) -> bytearray:
     frame = bytearray(block_format.frame_bytes)
-    frame[HEADER_BYTES:] = bytes(index % 251 for index in range(block_format.layout.payload_bytes))
+    frame[HEADER_BYTES:] = bytes(index % 251 for index in range(block_format.layout.slab_bytes))
     block_format.seal(memoryview(frame), KEY, NUM_TOKENS)
     return frame
 
 
-def verify(frame: bytearray | bytes, *, size: int | None = None, key: BlockHash = KEY, num_tokens: int = NUM_TOKENS):
-    FORMAT.verify(memoryview(frame), len(frame) if size is None else size, key, num_tokens)
+def verify(
+    frame: bytearray | bytes,
+    block_format: BlockFormat = FORMAT,
+    *,
+    size: int | None = None,
+    key: BlockHash = KEY,
+    num_tokens: int = NUM_TOKENS,
+):
+    block_format.verify(memoryview(frame), len(frame) if size is None else size, key, num_tokens)
 
 
 def test_sizes():
-    assert HEADER_BYTES == 128
+    assert HEADER_BYTES == 192
     assert LAYOUT.payload_bytes == 2 * 2 * 3 * 4 * 8 * 2
     assert dataclasses.replace(LAYOUT, dtype="float32").payload_bytes == 2 * LAYOUT.payload_bytes
 
@@ -47,6 +56,8 @@ def test_sealed_frame_is_verified_and_can_be_inspected():
         KEY,
         b"",
         b"L" * 16,
+        0,
+        bytes(16),
     )
 
 
@@ -96,14 +107,36 @@ def test_another_layout_of_the_same_shape_is_refused():
     assert caught.value.param == "layout"
 
 
-def test_every_single_bit_counts():
-    frame = sealed()
-    for bit in range(8 * (HEADER_BYTES + 4)):
+@FORMATS
+def test_every_single_bit_counts(block_format):
+    frame = sealed(block_format)
+    last = range(8 * (len(frame) - 4), 8 * len(frame))
+    for bit in (*range(8 * (HEADER_BYTES + 4)), *last):
         frame[bit // 8] ^= 1 << bit % 8
         with pytest.raises(BlockCorruptError):
-            verify(frame)
+            verify(frame, block_format)
         frame[bit // 8] ^= 1 << bit % 8
-    verify(frame)
+    verify(frame, block_format)
+
+
+def test_features_are_left_out_where_there_is_no_room_for_them():
+    frame = sealed(WITH_FEATURES)
+    verify(frame[: FORMAT.frame_bytes], size=len(frame))
+    larger = dataclasses.replace(FORMAT, layout=dataclasses.replace(LAYOUT, num_feature_layers=2))
+    for stored in (sealed(), frame):
+        own = bytearray(b"x" * larger.frame_bytes)  # what was there before
+        own[: len(stored)] = stored
+        verify(own, larger, size=len(stored))
+        assert own[: FORMAT.frame_bytes] == stored[: FORMAT.frame_bytes]
+        assert not any(own[FORMAT.frame_bytes :])
+
+
+def test_features_have_a_digest_of_their_own():
+    frame = sealed(WITH_FEATURES)
+    frame[-1] ^= 1
+    with pytest.raises(BlockCorruptError) as caught:
+        verify(frame, WITH_FEATURES)
+    assert caught.value.param == "feature_digest"
 
 
 @given(st.binary(max_size=3 * HEADER_BYTES))

@@ -78,12 +78,14 @@ def test_a_wrong_value_is_one_line_that_names_the_setting(text: str) -> None:
     assert caught.value.param == "speculative"
 
 
-def test_it_reaches_decode_pods_and_not_prefill_pods() -> None:
+def test_decode_pods_propose_and_prefill_pods_do_not() -> None:
     cluster = parse_cluster(["--speculative", "ngram:depth=3"]).config
     assert "--speculative=ngram:depth=3" in to_arguments(cluster)
-    given = {"speculative": "suffix"}
-    assert build(DecodeConfig, None, given).engine_config().speculation == SpeculationConfig(speculative="suffix")
-    assert build(PrefillConfig, None, given).engine_config().speculation == SpeculationConfig()
+    given = {"speculative": "mtp"}
+    decode, prefill = (build(each, None, given).engine_config() for each in (DecodeConfig, PrefillConfig))
+    assert decode.speculation == prefill.speculation == SpeculationConfig(speculative="mtp")
+    assert decode.proposer == decode.speculation.method
+    assert prefill.proposer is None
 
 
 def test_none_is_none() -> None:

@@ -33,7 +33,7 @@ def test_request_becomes_what_the_engine_takes() -> None:
 
 def test_layout_comes_back_from_the_wire() -> None:
     groups = KVGroupSpec((0, 2), 8, 64, 48, "bfloat16"), KVGroupSpec((1,), 8, 64, 64, "float16", "window", 9)
-    layout = KVLayout(16, groups, 2)
+    layout = KVLayout(16, groups, 2, (1, 1), 3)
     assert layout_from_pb(layout_to_pb(layout)) == layout
 
 

@@ -85,6 +85,20 @@ def narrowed(block, part):
     return block.narrow(0, part.layer, part.num_layers).narrow(2, part.head, part.num_heads)
 
 
+def test_features_go_along_where_both_have_room():
+    with_features = replace(LAYOUT, num_feature_layers=3)
+    for producer, consumer, num_layers in (
+        (with_features, with_features, 5),
+        (with_features, LAYOUT, 2),
+        (LAYOUT, with_features, 2),
+        (with_features, replace(LAYOUT, num_feature_layers=1), 3),
+    ):
+        whole = Part(0, num_layers, 0, 8)
+        assert map_layouts(producer, consumer) == ((0, 0, whole, whole),)
+    of_ranks = map_layouts(replace(LAYOUT, tensor_parallel_size=2), with_features)
+    assert [part.target for part in of_ranks] == [Part(0, 2, 0, 4), Part(0, 2, 4, 4)]
+
+
 @pytest.mark.parametrize("counts", [(1, 1), (4,), (3, 0), (2, 2), (4, -1)])
 def test_layers_that_cannot_be_divided_are_named(counts):
     for mapped in ((layout_of(2, 1), layout_of(2, 1, counts)), (layout_of(2, 1, counts), layout_of(2, 1))):

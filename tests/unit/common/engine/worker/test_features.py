@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from common.engine.config import ModelConfig
 from common.engine.contract.step import NewRequest, SchedulerOutput
 from common.engine.model.eagle3 import load_eagle3
 from common.engine.model.loader import load_model
 from common.engine.speculative import Eagle3Options
-from common.engine.worker.features import Features
-from common.types import RequestId, SamplingParams, hash_prompt, root_hash
+from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
+from common.engine.worker.request_table import RequestTable
+from common.types import RequestId, SamplingParams, hash_partial_block, hash_prompt, root_hash
 from tests.eagle3_heads import tiny_head_dir
 from tests.tiny_models import prompt_of, tiny_model_dir
 
@@ -21,39 +23,74 @@ OTHERS = hash_prompt(prompt_of(15, seed=1), BLOCK_SIZE, root_hash())
 BLOCKS = [5, 6, 7, 8]
 
 
+def with_head(seed: int = 0) -> Features:
+    config = ModelConfig(model=str(tiny_model_dir("llama")), num_threads=1)
+    eagle3 = load_eagle3(config, Eagle3Options(model=str(tiny_head_dir(tiny_model_dir("llama"), seed=seed))), 0)
+    places = torch.zeros((16, feature_bytes_per_block(eagle3, BLOCK_SIZE) + 16), dtype=torch.uint8)
+    return Features(eagle3, eagle3.keep_states(load_model(config), 16), places, BLOCK_SIZE)
+
+
 @pytest.fixture
 def features() -> Features:
-    config = ModelConfig(model=str(tiny_model_dir("llama")), num_threads=1)
-    eagle3 = load_eagle3(config, Eagle3Options(model=str(tiny_head_dir(tiny_model_dir("llama")))), 0)
-    target = load_model(config)
-    found = Features(eagle3, eagle3.keep_inputs(target, 16), 16, BLOCK_SIZE)
-    found.set_keys(BLOCKS[:3], HASHES)
+    found = with_head()
+    found.set_complete(BLOCKS[:3], HASHES)
     return found
 
 
-def new(block_ids: list[int], num_computed_tokens: int) -> SchedulerOutput:
-    request = NewRequest(RequestId("r"), TOKENS, 15, SamplingParams(), [block_ids], num_computed_tokens)
+def first_block(features: Features, block_ids: list[int], num_computed_tokens: int, tokens: list[int] = TOKENS) -> int:
+    """What a new request's tags say."""
+    tagger = Tagger(features, RequestTable(1, 32, BLOCK_SIZE, vocab_size=256, eos_token_ids=frozenset()), BLOCK_SIZE)
+    tagger.begin_step(new(block_ids, num_computed_tokens, tokens))
+    return tagger.requests[RequestId("r")].first
+
+
+def new(block_ids: list[int], num_computed_tokens: int, tokens: list[int] = TOKENS) -> SchedulerOutput:
+    request = NewRequest(
+        RequestId("r"), tokens, len(tokens), SamplingParams(), [block_ids], num_computed_tokens, root=root_hash()
+    )
     return SchedulerOutput(new_requests=[request])
 
 
+def tagged(features: Features) -> list[int]:
+    return [block_id for block_id in BLOCKS[:3] if features.first_block([block_id], [HASHES]) == 0]
+
+
 def test_what_was_computed_here_counts_for_the_same_tokens(features: Features) -> None:
-    assert features.first_block(BLOCKS, HASHES, 12) == 0
-    assert features.first_block(BLOCKS, OTHERS, 12) == 3
-    assert features.first_block([9, *BLOCKS[1:]], HASHES, 12) == 1, "one block from elsewhere"
-    assert features.first_block([*BLOCKS[:2], 9, 8], HASHES, 12) == 3
-    assert features.first_block(BLOCKS, HASHES, 14) == 4, "the rest of a block that is not full is from elsewhere"
-    assert features.first_block(BLOCKS, HASHES, 0) == 0
+    assert first_block(features, BLOCKS, 12) == 0
+    assert first_block(features, BLOCKS, 12, prompt_of(15, seed=1)) == 3
+    assert first_block(features, [9, *BLOCKS[1:]], 12) == 1, "one block from elsewhere"
+    assert first_block(features, [*BLOCKS[:2], 9, 8], 12) == 3
+    assert first_block(features, BLOCKS, 0) == 0
+
+
+def test_a_block_that_is_not_full_counts_for_its_own_tokens(features: Features) -> None:
+    assert first_block(features, BLOCKS, 14) == 4, "the rest is from elsewhere"
+    for count in (13, 14):
+        features.set_complete(BLOCKS[3:], [hash_partial_block(TOKENS[:count], BLOCK_SIZE, HASHES, root_hash())])
+    assert first_block(features, BLOCKS, 14) == 0
+    assert first_block(features, BLOCKS, 14) == 4, "the first has written to it"
+
+
+def test_the_last_token_of_a_full_block_may_be_computed_again(features: Features) -> None:
+    assert first_block(features, BLOCKS[:3], 11, TOKENS[:12]) == 0
+    assert tagged(features) == BLOCKS[:2]
+
+
+def test_features_of_another_head_do_not_count(features: Features) -> None:
+    other = with_head(seed=1)
+    other._tags[:] = features._tags
+    assert first_block(other, BLOCKS, 12) == 3
 
 
 @pytest.mark.parametrize("num_computed_tokens", [4, 7])
 def test_what_a_request_writes_to_counts_no_longer(features: Features, num_computed_tokens: int) -> None:
-    features.begin_step(new(BLOCKS[:3], num_computed_tokens))
-    assert [features.key(each) for each in BLOCKS[:3]] == [HASHES[0], None, None]
-    assert features.first_block(BLOCKS, HASHES, 12) == 3
+    features.forget(new(BLOCKS[:3], num_computed_tokens))
+    assert tagged(features) == BLOCKS[:1]
+    assert first_block(features, BLOCKS, 12) == 3
 
 
 def test_blocks_that_a_request_gets_later_count_no_longer(features: Features) -> None:
-    features.begin_step(SchedulerOutput(new_block_ids={RequestId("r"): [[6]]}))
-    assert [features.key(each) for each in BLOCKS[:3]] == [HASHES[0], None, HASHES[2]]
-    features.begin_step(SchedulerOutput(forgets_outputs=True))
-    assert not any(features.key(each) for each in BLOCKS)
+    features.forget(SchedulerOutput(new_block_ids={RequestId("r"): [[6]]}))
+    assert tagged(features) == [5, 7]
+    features.forget_all()
+    assert not tagged(features)
