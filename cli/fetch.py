@@ -29,5 +29,5 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--directory", required=True, metavar="DIR", type=Path, help="Where the files go.")
     parser.add_argument("--revision", help="Branch, tag or commit; default: the main branch.")
     args = parser.parse_args(argv)
-    fetch_to(ModelSource(args.model, args.revision), args.directory, Terminal())
+    fetch_to(ModelSource(args.model, args.revision, "MODEL"), args.directory, Terminal())
     return 0

@@ -27,6 +27,7 @@ from common.config import (
     load_yaml,
 )
 from common.engine.config import EngineConfig, ParallelConfig
+from common.engine.speculative import DraftModelOptions, parse_speculative
 from common.errors import ConfigError
 from common.observability.logging import LogFormat, LogLevel
 from decode_service.config import DecodeConfig
@@ -251,6 +252,7 @@ class ModelSource(msgspec.Struct, frozen=True):
 
     model: str
     revision: str | None
+    setting: str = "--model"  # that names it
 
 
 def parse_cluster(argv: Sequence[str] | None) -> ClusterCommand:
@@ -362,18 +364,19 @@ def _not_passed(role: str) -> frozenset[str]:
 
 
 def _model_sources(config: ClusterConfig, document: Section) -> list[ModelSource]:
-    """Each model once. That of the cluster wins over those of sections."""
-    if config.models:
-        return [ModelSource(location, None) for location in names_by_location(config.models)]
-    sources: list[ModelSource] = []
-    for role in _PROCESSES:
-        section = document.section(role)
+    """Each model once, and those that propose drafts. That of the cluster wins over those of sections."""
+    sections = [document.section(role) for role in _PROCESSES]
+    named = [ModelSource(location, None) for location in names_by_location(config.models)] if config.models else []
+    for section in [] if config.models else sections:
         model = config.engine.model.model or str(section.get("model") or "")
         revision = config.engine.model.revision or section.get("revision")
-        source = ModelSource(model, None if revision is None else str(revision))
-        if model and source not in sources:
-            sources.append(source)
-    return sources
+        named.append(ModelSource(model, None if revision is None else str(revision)))
+    for section in sections:
+        text = config.engine.speculation.speculative or section.get("speculative")
+        options = parse_speculative(str(text)).options if text else None
+        if isinstance(options, DraftModelOptions):
+            named.append(ModelSource(options.model, options.revision, f"--speculative: {options.method}:model"))
+    return [source for source in dict.fromkeys(named) if source.model]
 
 
 def _check_sections(document: Section) -> None:

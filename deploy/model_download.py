@@ -24,7 +24,7 @@ def fetch_models(sources: Sequence[ModelSource], terminal: Terminal) -> dict[str
 
     Raises ConfigError for a model that is neither a directory nor on the hub.
     """
-    remote = [source for source in sources if not _is_directory(source.model)]
+    remote = [source for source in sources if not _is_directory(source.model, source.setting)]
     for source in remote:
         _download(source, terminal)
     return _LOCAL_COPY_ONLY if remote else {}
@@ -33,7 +33,7 @@ def fetch_models(sources: Sequence[ModelSource], terminal: Terminal) -> dict[str
 def check_models(sources: Sequence[ModelSource]) -> None:
     """Raises ConfigError for a model that can be neither a directory nor on the hub, which is not asked."""
     for source in sources:
-        _is_directory(source.model)
+        _is_directory(source.model, source.setting)
 
 
 def fetch_to(source: ModelSource, directory: Path, terminal: Terminal) -> None:
@@ -41,16 +41,16 @@ def fetch_to(source: ModelSource, directory: Path, terminal: Terminal) -> None:
 
     Raises ConfigError for one that is not on the hub, and for a directory that cannot be written.
     """
-    if _is_directory(source.model, "MODEL"):
-        raise ConfigError(f"MODEL: expected the id of a model on the hub, got the directory {source.model}")
+    if _is_directory(source.model, source.setting):
+        raise ConfigError(f"{source.setting}: expected the id of a model on the hub, got the directory {source.model}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--directory: cannot make {directory}: {error.strerror}", param="directory") from error
-    _download(source, terminal, "MODEL", directory)
+    _download(source, terminal, directory)
 
 
-def _is_directory(model: str, option: str = "--model") -> bool:
+def _is_directory(model: str, option: str) -> bool:
     """Whether it is one; False: a hub id. Raises ConfigError, which names `option`, if it can be neither."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -62,8 +62,9 @@ def _is_directory(model: str, option: str = "--model") -> bool:
     return False
 
 
-def _download(source: ModelSource, terminal: Terminal, option: str = "--model", into: Path | None = None) -> None:
-    """`into` is a directory for the files; None: the hub library's cache. Errors name the model as `option`."""
+def _download(source: ModelSource, terminal: Terminal, into: Path | None = None) -> None:
+    """`into` is a directory for the files; None: the hub library's cache."""
+    option = source.setting
     from huggingface_hub import snapshot_download  # only now: it is not needed for a local model
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.engine.config import EngineConfig
+from common.engine.config import EngineConfig, ForHeadsConfig, SpeculationConfig
+from common.engine.speculative import HeadOptions
 from common.pod.config import PodConfig
 
 
@@ -28,4 +29,8 @@ class PrefillConfig(PodConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def engine_config(self) -> EngineConfig:
         """See PodConfig. Requests leave this pod with their first token, so that there is nothing to propose."""
-        return msgspec.structs.replace(super().engine_config(), proposes=False)
+        config = super().engine_config()
+        text, method = config.speculation.speculative, config.speculation.method
+        is_head = method is not None and isinstance(method.options, HeadOptions)
+        for_heads = ForHeadsConfig(speculative=text) if text and is_head else None
+        return msgspec.structs.replace(config, speculation=SpeculationConfig(), for_heads=for_heads)

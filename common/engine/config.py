@@ -287,7 +287,18 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def method(self) -> SpeculativeMethod | None:
         """The proposer, and its options."""
-        return None if self.speculative is None else parse_speculative(self.speculative)
+        return None if self.speculative in (None, "none") else parse_speculative(self.speculative)
+
+
+class ForHeadsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The head that the pods have to which an engine hands over: it computes what that takes. Set by the pod."""
+
+    speculative: str
+
+    @property
+    def method(self) -> SpeculativeMethod:
+        """The head."""
+        return parse_speculative(self.speculative)
 
 
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -387,16 +398,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
-    proposes: bool = True  # False: it only computes what the heads of other pods take
     grammar: GrammarConfig = GrammarConfig()
     connector: KVConnectorConfig | None = None
+    for_heads: ForHeadsConfig | None = None  # of an engine that proposes nothing itself
     tls: NodeTlsConfig | None = None
     data_parallel: DataParallelMember | None = None  # None: there is one engine
-
-    @property
-    def proposer(self) -> SpeculativeMethod | None:
-        """The proposer of drafts, if there is one."""
-        return self.speculation.method if self.proposes else None
 
     @property
     def data_parallel_rank(self) -> int:

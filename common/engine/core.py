@@ -387,12 +387,12 @@ class EngineCore:
 def _guesses(config: EngineConfig) -> bool:
     """Whether each step is followed by guesses of the next tokens, which a draft model is asked for only where it
     pays."""
-    return config.proposer is not None and _most_asked(config) == NOTHING_ASKED
+    return config.speculation.method is not None and _most_asked(config) == NOTHING_ASKED
 
 
 def _most_asked(config: EngineConfig) -> Asked:
     """Returns the most that a step may ask of the draft model, if there is one."""
-    method = config.proposer
+    method = config.speculation.method
     if method is None or not isinstance(method.options, ByWorker):
         return NOTHING_ASKED
     return Asked(method.options.depth, config.step_share_s)

@@ -76,6 +76,7 @@ _OPTIONS: dict[str, type[Options]] = {
 }
 
 
+HeadOptions = Eagle3Options | MtpOptions
 ByWorker = DraftModelOptions | MtpOptions  # of what the worker runs beside the model
 
 

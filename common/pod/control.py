@@ -47,7 +47,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
     ) -> pods_pb2.PodInfo:
         """Static facts of this incarnation."""
         pod, spec = self._pod, self._pod.spec
-        method = pod.config.engine_config().proposer
+        method = pod.config.engine_config().speculation.method
         return pods_pb2.PodInfo(
             pod_id=pod.pod_id,
             incarnation=pod.incarnation,

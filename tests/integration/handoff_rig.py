@@ -10,6 +10,7 @@ from common.engine.client.inproc import InprocClient
 from common.engine.config import (
     CacheConfig,
     EngineConfig,
+    ForHeadsConfig,
     KVConnectorConfig,
     ModelConfig,
     ParallelConfig,
@@ -65,7 +66,7 @@ def create_engine(
     options: Mapping[str, str | int | float | bool] | None = None,
     executor: str = "inproc",
     speculative: str | None = None,
-    proposes: bool = True,
+    for_heads: str | None = None,
     connector_name: str = "shared-storage",
 ) -> InprocClient:
     """An engine with a connector; `path`: of shared storage; none: without a connector."""
@@ -93,7 +94,7 @@ def create_engine(
             connector=connector,
             parallel=ParallelConfig(executor=executor),
             speculation=SpeculationConfig(speculative=speculative),
-            proposes=proposes,
+            for_heads=None if for_heads is None else ForHeadsConfig(speculative=for_heads),
         )
     )
 

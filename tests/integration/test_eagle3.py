@@ -152,8 +152,8 @@ class Pods:
         self._path = path
         self._opened: list[InprocClient] = []
 
-    def open(self, head: Path | None, **options: Any) -> InprocClient:
-        of_head = {} if head is None else {"speculative": f"eagle3:model={head},depth=3"}
+    def open(self, head: Path | None, *, setting: str = "speculative", **options: Any) -> InprocClient:
+        of_head = {} if head is None else {setting: f"eagle3:model={head},depth=3"}
         self._opened.append(create_engine(LLAMA, self._path, connector_name=self._connector, **of_head, **options))
         return self._opened[-1]
 
@@ -183,7 +183,7 @@ def hand_over(producer: InprocClient, consumer: InprocClient, lengths: Sequence[
 
 def test_features_travel_with_a_handoff(pods: Pods, seen: Seen) -> None:
     """The head sees the prompt, also where blocks come from prefix caches of either side."""
-    producer, consumer = pods.open(HEAD, proposes=False), pods.open(HEAD)
+    producer, consumer = pods.open(HEAD, setting="for_heads"), pods.open(HEAD)
     for lengths in (HANDED_OVER, [17, 100], [90, 120]):
         hand_over(producer, consumer, lengths)
     assert consumer.stats().drafts.num_unseen == 0
@@ -195,7 +195,7 @@ def test_features_travel_with_a_handoff(pods: Pods, seen: Seen) -> None:
 def test_drafts_after_a_handoff_without_features(pods: Pods, seen: Seen, of_producer: Path | None) -> None:
     """The producer has no head, or another, of the same size or not: the consumer's sees what is computed there."""
     consumer = pods.open(HEAD)
-    hand_over(pods.open(of_producer, proposes=False), consumer)
+    hand_over(pods.open(of_producer, setting="for_heads"), consumer)
     assert {len(tokens) - start > 1 for tokens, _, start in seen.drafts} == {True}
     assert {start for *_, start in seen.drafts} <= {0, *STARTS}
     assert consumer.stats().drafts.num_unseen >= sum(HANDED_OVER[1:])
@@ -203,7 +203,7 @@ def test_drafts_after_a_handoff_without_features(pods: Pods, seen: Seen, of_prod
 
 
 def test_a_handoff_with_features_to_a_pod_without_a_head(pods: Pods) -> None:
-    hand_over(pods.open(HEAD, proposes=False), pods.open(None))
+    hand_over(pods.open(HEAD, setting="for_heads"), pods.open(None))
 
 
 @pytest.mark.parametrize("num_producers", [1, 2])

@@ -23,7 +23,7 @@ PROPOSERS: Registry[ProposerFactory] = Registry(
 def create_proposer(config: EngineConfig) -> Proposer | None:
     """The one that the settings name; what a worker runs is none of them, see `common.engine.worker.draft_model`.
     Raises ConfigError, also for what a factory from outside the package raises."""
-    method = config.proposer
+    method = config.speculation.method
     if method is None or isinstance(method.options, ByWorker):
         return None
     factory = PROPOSERS.find(method.name)

@@ -45,7 +45,7 @@ from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.guard import GuardedProposer
 from common.engine.speculation.registry import create_proposer
-from common.engine.speculative import DraftModelOptions, Eagle3Options, MtpOptions
+from common.engine.speculative import DraftModelOptions, HeadOptions, MtpOptions
 from common.engine.worker.connector import create_connector
 from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
@@ -121,12 +121,13 @@ class Worker:
         device_number = self._config.parallel.device_of(self.rank, self._config.data_parallel_rank)
         if self.rank == self._config.parallel.answering_rank:  # others may find another time too long
             self._proposer = create_proposer(self._config)
-            options = None if (method := self._config.speculation.method) is None else method.options
-            if isinstance(options, Eagle3Options | MtpOptions):
+            method = (self._config.for_heads or self._config.speculation).method
+            options = None if method is None else method.options
+            if isinstance(options, HeadOptions):
                 self._head = self._load_head(options, device_number)
-            if self._config.proposes and self._head is not None:
-                self._draft_loaded = self._head.loaded
-            elif self._config.proposes and isinstance(options, DraftModelOptions):
+                if self._head is not None and self._config.for_heads is None:
+                    self._draft_loaded = self._head.loaded
+            elif isinstance(options, DraftModelOptions):
                 self._draft_loaded = load_draft_model(self._config.model, options, device_number)
         loaded = self._loaded = load_model(
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
@@ -317,8 +318,8 @@ class Worker:
         proposer, self._proposer = self._proposer, None  # the guard lets go of one that is switched off
         return None if proposer is None else GuardedProposer(proposer, vocab_size, self._config.step_share_s)
 
-    def _load_head(self, options: Eagle3Options | MtpOptions, device_number: int) -> LoadedHead | None:
-        if not self._config.proposes and not self._keeps_features_with_kv:
+    def _load_head(self, options: HeadOptions, device_number: int) -> LoadedHead | None:
+        if self._config.for_heads is not None and not self._keeps_features_with_kv:
             logger.warning(
                 "speculative: several ranks hand over nothing for the heads of decode pods, which will do without"
             )
@@ -329,7 +330,7 @@ class Worker:
             head = load_mtp(self._config.model, options, device_number)
         else:
             head = load_eagle3(self._config.model, options, device_number)
-        return head if self._config.proposes else head.without_layers()
+        return head if self._config.for_heads is None else head.without_layers()
 
     @property
     def _keeps_features_with_kv(self) -> bool:
@@ -361,7 +362,7 @@ class Worker:
                 places = places.view(torch.uint8)
             else:
                 places = self._loaded.device.memory.zeros((num_blocks, num_bytes), torch.uint8)
-            if self._config.proposes:
+            if self._config.for_heads is None:
                 head.keep_outputs(most)
             return Features(head, head.keep_states(self._loaded, most), places, block_size)
 

@@ -461,6 +461,20 @@ def test_a_model_is_fetched_once_however_many_processes_load_it(tmp_path: Path) 
     assert parse_cluster(["c/d", "--config", str(file)]).model_sources[-1] == ModelSource("c/d", None)
 
 
+def test_models_that_propose_drafts_are_fetched_too(tmp_path: Path) -> None:
+    """Once fetched, processes ask the hub nothing."""
+    draft = ModelSource("a/small", "v2", "--speculative: draft:model")
+    given = ["a/b", "--speculative", "draft:model=a/small,revision=v2"]
+    assert parse_cluster(given).model_sources == [ModelSource("a/b", None), draft]
+    assert parse_cluster(["a/b", "--speculative", "ngram"]).model_sources == [ModelSource("a/b", None)]
+    file = tmp_path / "baton.yaml"
+    file.write_text("decode: {speculative: 'eagle3:model=a/head'}\n")
+    head = ModelSource("a/head", None, "--speculative: eagle3:model")
+    assert parse_cluster(["--config", str(file)]).model_sources == [head]
+    with pytest.raises(ConfigError, match=f"^--speculative: draft:model: {tmp_path}/none does not exist$"):
+        main(["--dry-run", "--speculative", f"draft:model={tmp_path}/none"])
+
+
 def test_the_hub_is_asked_for_the_files_that_processes_load() -> None:
     assert set(_HUB_FILES) == set(MODEL_FILES)
     assert all(any(fnmatch(name, pattern) for pattern in MODEL_FILES) for name in ROUTER_FILES)

@@ -81,12 +81,15 @@ def test_a_wrong_value_is_one_line_that_names_the_setting(text: str) -> None:
 def test_decode_pods_propose_and_prefill_pods_do_not() -> None:
     cluster = parse_cluster(["--speculative", "ngram:depth=3"]).config
     assert "--speculative=ngram:depth=3" in to_arguments(cluster)
-    given = {"speculative": "mtp"}
-    decode, prefill = (build(each, None, given).engine_config() for each in (DecodeConfig, PrefillConfig))
-    assert decode.speculation == prefill.speculation == SpeculationConfig(speculative="mtp")
-    assert decode.proposer == decode.speculation.method
-    assert prefill.proposer is None
+    for text, is_head in (("mtp", True), ("suffix", False)):
+        given = {"speculative": text}
+        decode, prefill = (build(each, None, given).engine_config() for each in (DecodeConfig, PrefillConfig))
+        assert decode.speculation == SpeculationConfig(speculative=text)
+        assert prefill.speculation == SpeculationConfig()
+        assert (prefill.for_heads is not None) == is_head
+        assert decode.for_heads is None
 
 
 def test_none_is_none() -> None:
     assert build(DecodeConfig, None, {"speculative": None}).engine_config().speculation.method is None
+    assert engine_config("", speculative="none").speculation.method is None
