@@ -8,7 +8,8 @@
     repetitive  requests of one at a time whose answers repeat parts of their prompts: code that is edited, documents
                 that are quoted, records of JSON
     random      answers in which nothing repeats, at batch 1, 8 and 32; `wrong` proposes four drafts in each step, of
-                which none is ever right
+                which none is ever right, and `none` is another engine without speculation: how much two that do the
+                same differ
     draft       a draft model of a tenth of the size of 0.6B, and answers of which it foresees 70 %, at batch 1
 
 The models have random weights; a logits processor has them give the answers, on all sides, so that what repeats is
@@ -41,6 +42,7 @@ from common.engine.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
+CONTROL = "none"  # the same as off
 OFF, RIGHT, WRONG = "off", f"{forced.__name__}:right", f"{forced.__name__}:wrong"
 SECTIONS = ("verify", "repetitive", "random", "draft")
 BATCHES = (1, 8, 32)
@@ -240,7 +242,7 @@ def measure(directory: Path, args: argparse.Namespace) -> Iterator[str]:
     if "random" in args.sections:
         yield from _heading("Texts that do not", *columns)
         for name, dtype in cases:
-            with engines(models[name], dtype, ["ngram", "suffix", WRONG], max(args.batches)) as sides:
+            with engines(models[name], dtype, ["ngram", "suffix", WRONG, CONTROL], max(args.batches)) as sides:
                 for batch in args.batches:
                     turns = in_turn(sides, "random", batch, args.tokens, args.repeats)
                     yield from rows(name, dtype, "random", batch, turns)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from common.errors import ConfigError, UnavailableError
 from common.observability.tracing.config import TracingConfig
 from common.observability.tracing.otlp_json import to_line
-from common.observability.tracing.span import Span
-
-Resource = Mapping[str, str]  # attributes of the process
+from common.observability.tracing.span import Resource, Span
 
 
 class Exporter(Protocol):

@@ -20,9 +20,8 @@ from opentelemetry.trace.status import Status, StatusCode
 from common.errors import UnavailableError
 from common.observability.tracing import span as spans_module
 from common.observability.tracing.config import OtlpProtocol
-from common.observability.tracing.exporters import Resource
 from common.observability.tracing.otlp_json import SCOPE
-from common.observability.tracing.span import Span
+from common.observability.tracing.span import Resource, Span
 
 _KINDS = {
     spans_module.SpanKind.INTERNAL: SpanKind.INTERNAL,

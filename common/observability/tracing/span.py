@@ -12,6 +12,7 @@ from common.observability.tracing.context import TraceContext
 
 AttributeValue = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
+Resource = Mapping[str, str]  # attributes of the process
 
 
 class SpanKind(enum.IntEnum):
