@@ -1,13 +1,15 @@
 """Finds out what a loaded model caches, and whether our attention computes the same as its own.
 
-Two tiny forward passes: one with transformers' eager attention, one through a recording attention function that
-computes plain causal attention from the arguments that we know. The recording gives the attention modules in layer
-order and the shapes of keys and values; equal logits prove that the known arguments suffice (no ALiBi, no
-bidirectional prefix, no state outside the KV cache).
+A few tokens are computed twice: at once with transformers' eager attention, and in two parts through a recording
+attention function that computes plain causal attention from the arguments that we know and from the keys and values
+of both parts. The recording gives the attention modules in layer order and the shapes of keys and values; equal logits
+prove that the known arguments and the KV suffice (no ALiBi, no bidirectional prefix, no state outside the KV cache, no
+positions that are counted from the start of each pass).
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from common.engine.model.stages import Stage, check_stage, device_of
 from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12
+_NUM_FIRST = 7  # of these in the first part
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _KNOWN_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids"})
@@ -64,7 +67,10 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     unsupported = sorted(set(layer_types) - _SUPPORTED_LAYER_TYPES)
     if unsupported:
         raise ModelLoadError(f"{name} has {unsupported[0]} layers, which cannot be served", param="model")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelLoadError(f"{name} takes no positions, so that a prompt cannot be computed in parts", param="model")
     calls: list[_Call] = []
+    cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the first part
 
     def record(module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
         unknown = [name for name, given in arguments.items() if _is_unknown(name, given)]
@@ -73,16 +79,23 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
             raise ModelLoadError(f"{name}: its attention {what}, which cannot be served", param="model")
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         args = attention_args(key.shape[3], **arguments)
-        calls.append(_Call(module, num_heads, num_kv_heads, key.shape[3], value.shape[3], args))
+        if before is None:
+            calls.append(_Call(module, num_heads, num_kv_heads, key.shape[3], value.shape[3], args))
+            cached[module] = key, value
+        else:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(before[module], (key, value), strict=True))
         return _plain_attention(query, key, value, **arguments)
 
+    before: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] | None = None
     modules = list(model.modules())
     inputs = _inputs_of(model, stage, int(text_config.vocab_size))
     try:
         _set_attention(model, ATTENTION_NAME)
         for module in modules:
             set_layer_attention(module, record)
-        outputs = _forward(model, stage, inputs)
+        first = _forward(model, stage, inputs[:_NUM_FIRST])
+        before = cached
+        outputs = torch.cat([first, _forward(model, stage, inputs[_NUM_FIRST:], _NUM_FIRST)])
         spec = _spec_of(name, calls, stage, layer_types)
         _set_attention(model, "eager")
         expected = _forward(model, stage, inputs)
@@ -137,9 +150,9 @@ def _inputs_of(model: Any, stage: Stage, vocab_size: int) -> torch.Tensor:
     return hidden.to(device_of(model), model.dtype)
 
 
-def _forward(model: Any, stage: Stage, inputs: torch.Tensor) -> torch.Tensor:
-    """Results in float32, see Stage.forward."""
-    positions = torch.arange(len(inputs), device=inputs.device)
+def _forward(model: Any, stage: Stage, inputs: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Results in float32 of inputs at the positions from `first` on, see Stage.forward."""
+    positions = torch.arange(first, first + len(inputs), device=inputs.device)
     with torch.inference_mode():
         return stage.forward(model, inputs, positions[None], 0).float()
 
@@ -159,20 +172,22 @@ def _plain_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Causal attention of one whole sequence, [1, heads, tokens, head_dim] -> [1, tokens, heads, value head_dim]."""
+    """Causal attention of a sequence's last tokens, [1, heads, tokens, head_dim] -> [1, tokens, heads, value
+    head_dim]."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    num_tokens = query.shape[2]
+    num_queries, num_tokens = scores.shape[2:]
     positions = torch.arange(num_tokens, device=query.device)
-    hidden = positions[None, :] > positions[:, None]
+    asking = positions[num_tokens - num_queries :, None]
+    hidden = positions > asking
     if sliding_window is not None:
-        hidden |= positions[None, :] <= positions[:, None] - sliding_window
+        hidden |= positions <= asking - sliding_window
     scores = scores.masked_fill(hidden, -torch.inf)
     if s_aux is not None:
-        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(1, -1, num_tokens, 1).to(scores.dtype)], dim=-1)
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(1, -1, num_queries, 1).to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :num_tokens].to(value.dtype)
     out: torch.Tensor = weights @ value
     return out.transpose(1, 2).contiguous()

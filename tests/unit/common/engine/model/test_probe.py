@@ -7,7 +7,7 @@ from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import whole_model
 from common.errors import ModelLoadError
-from tests.tiny_models import tiny_model_dir
+from tests.tiny_models import random_model, tiny_config, tiny_model_dir
 
 
 @pytest.fixture
@@ -56,5 +56,30 @@ def test_other_results_than_its_own_attention_are_refused(model):
         return (out if model.config._attn_implementation == ATTENTION_NAME else out + 1.0), weights
 
     attention.forward = biased
+    with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
+        probe_model(model, whole_model(model))
+
+
+def test_a_model_that_takes_no_positions_is_refused():
+    """As BART's decoder: each pass would count them anew."""
+    bart = random_model(tiny_config("BartConfig", d_model=48, decoder_layers=3, decoder_attention_heads=4))
+    bart.set_attn_implementation(ATTENTION_NAME)
+    with pytest.raises(ModelLoadError, match="BartForCausalLM takes no positions"):
+        probe_model(bart, whole_model(bart))
+
+
+def test_positions_that_each_pass_counts_anew_are_refused(model):
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda hidden, position_ids: forward(hidden, position_ids - position_ids[:, :1])
+    with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
+        probe_model(model, whole_model(model))
+
+
+def test_state_outside_the_kv_is_refused(model):
+    """Such as that of a convolution over tokens."""
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden) + hidden.roll(1, dims=1)
     with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
         probe_model(model, whole_model(model))
