@@ -11,7 +11,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-busy test-deploy test-compose test-kube images test-kernels test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference docs clean
+.PHONY: up test test-slow test-busy test-deploy test-compose test-kube images test-kernels test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference architectures docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -119,6 +119,10 @@ reference: $(DEV)
 	$(BIN)/python -m docs_site.configuration_page
 	$(BIN)/python -m docs_site.metrics_page
 	$(BIN)/python -m docs_site.cells_page
+
+## Regenerates docs/architectures.md by serving a tiny model of each architecture: 10 minutes.
+architectures: $(DEV)
+	$(BIN)/python -m tests.architectures.page
 
 ## Builds the documentation into site/. Broken links and anchors fail. make docs ARGS="--site-dir /tmp/site"
 docs: $(DOCS)

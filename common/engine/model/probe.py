@@ -4,13 +4,16 @@ A few tokens are computed twice: at once with transformers' eager attention, and
 attention function that computes plain causal attention from the arguments that we know and from the keys and values
 of both parts. The recording gives the attention modules in layer order and the shapes of keys and values; equal logits
 prove that the known arguments and the KV suffice (no ALiBi, no bidirectional prefix, no state outside the KV cache, no
-positions that are counted from the start of each pass).
+positions that are counted from the start of each pass). Windows are longer than that; so it is done once more with a
+short one, as a model's mask may have a window of which its attention is not told.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12
 _NUM_FIRST = 7  # of these in the first part
+_SHORT_WINDOW = 4
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _KNOWN_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids"})
@@ -89,6 +93,8 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     before: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] | None = None
     modules = list(model.modules())
     inputs = _inputs_of(model, stage, int(text_config.vocab_size))
+    window = getattr(text_config, "sliding_window", None)
+    hides_some = window is not None and window < getattr(text_config, "max_position_embeddings", math.inf)
     try:
         _set_attention(model, ATTENTION_NAME)
         for module in modules:
@@ -100,11 +106,21 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
         _set_attention(model, "eager")
         expected = _forward(model, stage, inputs)
         check_stage(model, stage)
+        if hides_some:
+            text_config.sliding_window = _SHORT_WINDOW
+            shortened = _forward(model, stage, inputs)
+            _set_attention(model, ATTENTION_NAME)
+            windowed = {call.module for call in calls if call.args.sliding_window is not None}
+            for module in modules:
+                set_layer_attention(module, partial(_attend_shortened, windowed))
+            _check_equal(name, _forward(model, stage, inputs), shortened, spec.dtype)
     except ModelLoadError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, NotImplementedError) as error:
         raise ModelLoadError(f"{name} cannot run with paged attention: {_first_line(error)}", param="model") from error
     finally:
+        if hides_some:
+            text_config.sliding_window = window
         for module in modules:
             clear_layer_attention(module)
         _set_attention(model, ATTENTION_NAME)
@@ -191,6 +207,13 @@ def _plain_attention(
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :num_tokens].to(value.dtype)
     out: torch.Tensor = weights @ value
     return out.transpose(1, 2).contiguous()
+
+
+def _attend_shortened(
+    windowed: set[torch.nn.Module], module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any
+) -> torch.Tensor:
+    window = _SHORT_WINDOW if module in windowed else None
+    return _plain_attention(query, key, value, **arguments | {"sliding_window": window})
 
 
 def _is_unknown(name: str, given: Any) -> bool:

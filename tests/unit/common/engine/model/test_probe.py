@@ -7,7 +7,7 @@ from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import whole_model
 from common.errors import ModelLoadError
-from tests.tiny_models import random_model, tiny_config, tiny_model_dir
+from tests.tiny_models import SLIDING_WINDOW, random_model, tiny_config, tiny_model_dir
 
 
 @pytest.fixture
@@ -74,6 +74,21 @@ def test_positions_that_each_pass_counts_anew_are_refused(model):
     rotary.forward = lambda hidden, position_ids: forward(hidden, position_ids - position_ids[:, :1])
     with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
         probe_model(model, whole_model(model))
+
+
+def test_a_window_of_which_the_attention_is_not_told_is_refused():
+    """As in Phi-3.5-MoE, whose masks have one."""
+    phimoe = random_model(tiny_config("PhimoeConfig", sliding_window=64, num_local_experts=4))
+    with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
+        probe_model(phimoe, whole_model(phimoe))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_windows_are_found(name):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(name), attn_implementation=ATTENTION_NAME).eval()
+    args = probe_model(model, whole_model(model)).attention_args
+    assert SLIDING_WINDOW in {each.sliding_window for each in args} <= {None, SLIDING_WINDOW}
+    assert model.config.sliding_window == SLIDING_WINDOW
 
 
 def test_state_outside_the_kv_is_refused(model):

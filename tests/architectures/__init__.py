@@ -1,0 +1,1 @@
+"""Architectures of `transformers`, and whether they are served exactly."""

@@ -1,0 +1,191 @@
+"""Tiny models with random weights, one of each architecture, by the `model_type` of transformers."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from tests.tiny_models import MAX_MODEL_LEN, SLIDING_WINDOW, VOCAB_SIZE, random_model
+
+MODEL_TYPES = (
+    "afmoe",
+    "apertus",
+    "arcee",
+    "aria_text",
+    "bamba",
+    "bart",
+    "beam",
+    "biogpt",
+    "bitnet",
+    "bloom",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "ctrl",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v4",
+    "diffllama",
+    "doge",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "falcon",
+    "falcon_mamba",
+    "flex_olmo",
+    "flint",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_unified_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gpt_neox_japanese",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "granite_swa",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "helium",
+    "hrm_text",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "jamba",
+    "jetmoe",
+    "kolibri1",
+    "laguna",
+    "lfm2",
+    "lfm3",
+    "llama",
+    "llama4_text",
+    "mamba",
+    "marian",
+    "mbart",
+    "minimax",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "modernbert-decoder",
+    "mpt",
+    "nanochat",
+    "nemotron",
+    "nemotron_h",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmo_hybrid",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "starcoder2",
+    "vaultgemma",
+    "xglm",
+    "youtu",
+    "zamba",
+)
+
+# By the names that configurations have for them; each takes those that it knows.
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 48),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), MAX_MODEL_LEN),
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "sliding_window": SLIDING_WINDOW,
+    "query_pre_attn_scalar": 16,
+    "rotary_dim": 8,
+    **dict.fromkeys(("dropout", "hidden_dropout", "attention_dropout"), 0.0),
+    # Experts.
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "topk_group"), 1),
+    "n_group": 2,
+    # Latent attention.
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    # Layers with a state.
+    **dict.fromkeys(("state_size", "d_state", "mamba_d_state", "mamba_n_heads"), 8),
+    "mamba_d_head": 12,
+    **dict.fromkeys(("n_groups", "mamba_n_groups"), 1),
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+}
+_OWN: dict[str, dict[str, Any]] = {
+    **{name: {"num_key_value_heads": 4} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")},
+    "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4},
+    "phimoe": {"sliding_window": MAX_MODEL_LEN},
+    "qwen3_next": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": SLIDING_WINDOW},
+    "helium": {"head_dim": 12},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+
+
+@functools.cache
+def model_dir(model_type: str) -> Path:
+    """Directory of the tiny model."""
+    directory = Path(tempfile.mkdtemp(prefix=f"baton-{model_type}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    random_model(_config(model_type)).save_pretrained(directory)
+    return directory
+
+
+def _config(model_type: str) -> PreTrainedConfig:
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(inspect.signature(config_class).parameters)
+    sizes = {name: value for name, value in _SIZES.items() if name in known}
+    return config_class(**sizes | _OWN.get(model_type, {}))
