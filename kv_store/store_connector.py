@@ -183,7 +183,7 @@ class StoreWorkerConnector:
         """See WorkerConnector."""
         if layout.num_ranks > 1:
             raise ValueError("a store keeps whole blocks: of several ranks, one has the connector, over slots")
-        self._format = BlockFormat(fingerprint, layout_of(kv_cache, layout.num_feature_layers), layout.of_store.digest)
+        self._format = BlockFormat(fingerprint, layout_of(kv_cache, layout.num_feature_layers), layout.digest)
         self._store.open(self._format.namespace, self._format.frame_bytes)
         self._kv_cache = kv_cache
         self._on_settled = on_settled

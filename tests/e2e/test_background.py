@@ -99,7 +99,7 @@ def test_up_returns_when_all_are_ready_and_asks_the_hub_once(background: Backgro
 def test_commands_find_it(background: Background) -> None:
     said = background.baton("complete", "The capital of Italy is", "--temperature", "0", "--max-tokens", "24")
     assert said == greedy_completion("The capital of Italy is", 24).rstrip("\n") + "\n"
-    assert re.search(r"^v2-\S+ +\d+ ", background.baton("kv", "inspect"), re.MULTILINE)
+    assert re.search(r"^v3-\S+ +\d+ ", background.baton("kv", "inspect"), re.MULTILINE)
     log = background.baton("logs", "launcher")
     assert "Ready in" in log
     assert "no such process; there are launcher, prefill-0" in run(background.env, "logs", "prefill-7").stderr

@@ -181,9 +181,10 @@ def hand_over(producer: InprocClient, consumer: InprocClient, lengths: Sequence[
     assert {each.received.recompute_reason for each in decoded if each.received} == {""}
 
 
-def test_features_travel_with_a_handoff(pods: Pods, seen: Seen) -> None:
+@pytest.mark.parametrize("executor", ["inproc", pytest.param("multiproc", marks=pytest.mark.matrix)])
+def test_features_travel_with_a_handoff(pods: Pods, seen: Seen, executor: str) -> None:
     """The head sees the prompt, also where blocks come from prefix caches of either side."""
-    producer, consumer = pods.open(HEAD, setting="for_heads"), pods.open(HEAD)
+    producer, consumer = pods.open(HEAD, setting="for_heads", executor=executor), pods.open(HEAD)
     for lengths in (HANDED_OVER, [17, 100], [90, 120]):
         hand_over(producer, consumer, lengths)
     assert consumer.stats().drafts.num_unseen == 0

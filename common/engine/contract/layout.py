@@ -33,8 +33,8 @@ class KVLayout:
 
     @property
     def of_store(self) -> KVLayout:
-        """The same KV in a store, which does not require features."""
-        return replace(self, tensor_parallel_size=1, layers_by_stage=(), num_feature_layers=0)
+        """The same KV in a store."""
+        return replace(self, tensor_parallel_size=1, layers_by_stage=())
 
     @property
     def num_ranks(self) -> int:
@@ -80,8 +80,9 @@ class KVLayout:
 
     @property
     def digest(self) -> bytes:
-        """LAYOUT_DIGEST_BYTES that stand for the layout."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:LAYOUT_DIGEST_BYTES]
+        """LAYOUT_DIGEST_BYTES that stand for the layout of the KV, with features or without."""
+        of_kv = replace(self, num_feature_layers=0)
+        return hashlib.sha256(msgspec.msgpack.encode(of_kv)).digest()[:LAYOUT_DIGEST_BYTES]
 
 
 class Shard(NamedTuple):

@@ -196,4 +196,5 @@ class Tagger:
     def _hash_partial(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], hashes: Sequence[BlockHash], root: BlockHash
     ) -> BlockHash:
-        return hash_partial_block(np.asarray(token_ids).tolist(), self._block_size, hashes, root)
+        rest = np.asarray(token_ids[len(hashes) * self._block_size :]).tolist()
+        return hash_partial_block(rest, self._block_size, [], hashes[-1] if hashes else root)
