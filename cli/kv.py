@@ -232,5 +232,5 @@ def _add_namespace(parser: argparse._ActionsContainer, summary: str) -> None:
 
 def _namespace(text: str) -> str:
     if not NAMESPACE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"expected a name such as v2-0123456789abcdef-16, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a name such as v3-0123456789abcdef-16, got {text!r}")
     return text

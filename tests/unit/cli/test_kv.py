@@ -359,7 +359,7 @@ def test_bad_settings_are_one_line_and_code_2(options, says, tmp_path, locked_se
 
 def test_a_name_that_is_no_namespace(tmp_path, capsys):
     assert main(["kv", "purge", "--connector-path", str(tmp_path), "--namespace", "../x"]) == 2
-    assert "argument --namespace: expected a name such as v2-0123456789abcdef-16, got '../x'" in capsys.readouterr().err
+    assert "argument --namespace: expected a name such as v3-0123456789abcdef-16, got '../x'" in capsys.readouterr().err
 
 
 def test_a_store_that_fails_on_the_way(capsys):
