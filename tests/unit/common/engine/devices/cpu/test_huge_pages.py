@@ -27,7 +27,8 @@ def test_memory_moves_to_huge_pages_and_keeps_its_content():
     if not moved:
         pytest.skip("no huge pages for memory in use: Linux 6.1 has them")
     assert moved in (numbers.nbytes, numbers.nbytes - HUGE)
-    assert huge_bytes(numbers.data_ptr() + numbers.nbytes // 2) >= moved
+    # A system that is short of memory, or looks for idle pages, may split some again at once.
+    assert huge_bytes(numbers.data_ptr() + numbers.nbytes // 2) >= HUGE
 
 
 def test_less_than_a_huge_page_stays_where_it_is():
