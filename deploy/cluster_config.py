@@ -26,8 +26,8 @@ from common.config import (
     given_arguments,
     load_yaml,
 )
-from common.engine.config import EngineConfig, ParallelConfig
-from common.engine.speculative import DraftModelOptions, parse_speculative
+from common.engine.config import EngineConfig, ParallelConfig, SpeculationConfig
+from common.engine.speculative import DraftModelOptions
 from common.errors import ConfigError
 from common.observability.logging import LogFormat, LogLevel
 from decode_service.config import DecodeConfig
@@ -372,8 +372,13 @@ def _model_sources(config: ClusterConfig, document: Section) -> list[ModelSource
         revision = config.engine.model.revision or section.get("revision")
         named.append(ModelSource(model, None if revision is None else str(revision)))
     for section in sections:
-        text = config.engine.speculation.speculative or section.get("speculative")
-        options = parse_speculative(str(text)).options if text else None
+        own = Section(
+            {name: section[name] for name in ("speculative",) if name in section},
+            source=section.source,
+            path=section.path,
+        )
+        method = config.engine.speculation.method or build(SpeculationConfig, None, own).method
+        options = None if method is None else method.options
         if isinstance(options, DraftModelOptions):
             named.append(ModelSource(options.model, options.revision, f"--speculative: {options.method}:model"))
     return [source for source in dict.fromkeys(named) if source.model]

@@ -469,6 +469,12 @@ def test_models_that_propose_drafts_are_fetched_too(tmp_path: Path) -> None:
     assert parse_cluster(["a/b", "--speculative", "ngram"]).model_sources == [ModelSource("a/b", None)]
     file = tmp_path / "baton.yaml"
     file.write_text("decode: {speculative: 'eagle3:model=a/head'}\n")
+    for text in ("none", "null", "ngram"):
+        (tmp_path / "other.yaml").write_text(f"decode: {{speculative: {text}}}\n")
+        assert parse_cluster(["--config", str(tmp_path / "other.yaml")]).model_sources == []
+    (tmp_path / "other.yaml").write_text("decode: {speculative: medusa}\n")
+    with pytest.raises(ConfigError, match=r"other\.yaml: decode\.speculative: 'medusa' is none of"):
+        parse_cluster(["--config", str(tmp_path / "other.yaml")])
     head = ModelSource("a/head", None, "--speculative: eagle3:model")
     assert parse_cluster(["--config", str(file)]).model_sources == [head]
     with pytest.raises(ConfigError, match=f"^--speculative: draft:model: {tmp_path}/none does not exist$"):

@@ -61,7 +61,7 @@ def test_other_results_than_its_own_attention_are_refused(model):
 
 
 def test_a_model_that_takes_no_positions_is_refused():
-    """As BART's decoder: each pass would count them anew."""
+    """Such as BART's decoder, whose positions would begin at 0 in each forward pass."""
     bart = random_model(tiny_config("BartConfig", d_model=48, decoder_layers=3, decoder_attention_heads=4))
     bart.set_attn_implementation(ATTENTION_NAME)
     with pytest.raises(ModelLoadError, match="BartForCausalLM takes no positions"):
