@@ -181,10 +181,18 @@ def hand_over(producer: InprocClient, consumer: InprocClient, lengths: Sequence[
     assert {each.received.recompute_reason for each in decoded if each.received} == {""}
 
 
-@pytest.mark.parametrize("executor", ["inproc", pytest.param("multiproc", marks=pytest.mark.matrix)])
-def test_features_travel_with_a_handoff(pods: Pods, seen: Seen, executor: str) -> None:
+@pytest.mark.parametrize(
+    ("executor", "device"),
+    [
+        ("inproc", "cpu"),
+        pytest.param("multiproc", "cpu", marks=pytest.mark.matrix),
+        pytest.param("inproc", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_features_travel_with_a_handoff(pods: Pods, seen: Seen, executor: str, device: str) -> None:
     """The head sees the prompt, also where blocks come from prefix caches of either side."""
-    producer, consumer = pods.open(HEAD, setting="for_heads", executor=executor), pods.open(HEAD)
+    producer = pods.open(HEAD, setting="for_heads", executor=executor, device=device)
+    consumer = pods.open(HEAD, device=device)
     for lengths in (HANDED_OVER, [17, 100], [90, 120]):
         hand_over(producer, consumer, lengths)
     assert consumer.stats().drafts.num_unseen == 0

@@ -21,12 +21,19 @@ def expected(model: str, prompts: list[list[int]]) -> list[list[int]]:
     return [reference_generate(tiny_model_dir(model), prompt, GREEDY.max_tokens or 0) for prompt in prompts]
 
 
-@pytest.mark.parametrize("cpu_kernels", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "on",
+    [
+        {"cpu_kernels": "auto"},
+        {"cpu_kernels": "reference"},
+        pytest.param({"device": "cuda", "dtype": "float32", "block_size": 16}, marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("model", NUM_GROUPS)
-def test_tokens_are_those_of_transformers(model: str, cpu_kernels: str) -> None:
+def test_tokens_are_those_of_transformers(model: str, on: dict[str, object]) -> None:
     """In chunks, beside each other, in so few blocks that some are preempted, and with prefix hits."""
     prompts = [prompt_of(length) for length in (1, 3, 4, 11, 37, 38, 53)]
-    settings = {"block_size": 4, "max_num_batched_tokens": 10, "num_threads": 1, "cpu_kernels": cpu_kernels}
+    settings = {"block_size": 4, "max_num_batched_tokens": 10, "num_threads": 1, **on}
     settings["num_blocks"] = 1 + 24 * NUM_GROUPS[model]
     executor = WindowGroupsExecutor(engine_config(str(tiny_model_dir(model)), **settings))
     with LLM(tiny_model_dir(model), executor=executor, **settings) as llm:

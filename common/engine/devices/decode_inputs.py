@@ -30,7 +30,7 @@ host's that differs from step to step. It may overwrite inputs in fixed places."
 class DecodeLimits(NamedTuple):
     """How large decode steps become."""
 
-    max_num_seqs: int
+    max_num_decodes: int  # where there are drafts, each is one
     max_model_len: int
     block_size: int
     token_shape: tuple[int, ...] = ()  # of each of DecodeInputs.tokens

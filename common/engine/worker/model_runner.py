@@ -68,7 +68,6 @@ class ModelRunner:
         """`inputs` gives what a stage that is not the first takes in place of tokens; None: what comes by `links`.
         `on_computed` is called after each forward pass, before anything is sampled."""
         self.max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
         self._loaded = loaded
         self._stage = stage = loaded.stage
         self._links = links
@@ -301,11 +300,12 @@ class ModelRunner:
         return found[:, : self._loaded.vocab_size] if self._stage.is_last else found
 
     @torch.inference_mode()
-    def record_decodes(self) -> None:
-        """Records decode steps, if device and model allow it. Their inputs have places for one KV group's tables."""
+    def record_decodes(self, max_num_decodes: int) -> None:
+        """Records steps of up to so many decodes, if device and model allow it. Their inputs have places for one KV
+        group's tables."""
         if self._loaded.position_dims > 1 or len(self._attentions) > 1:
             return
-        limits = DecodeLimits(self._max_num_seqs, self.max_model_len, self._block_size)
+        limits = DecodeLimits(max_num_decodes, self.max_model_len, self._block_size)
         if not self._stage.is_first:
             limits = limits._replace(token_shape=(self._stage.hidden_size,), token_dtype=self._passed_dtype)
         try:

@@ -45,7 +45,7 @@ from common.engine.sampling.processors import load_processors
 from common.engine.speculation.base import Proposer
 from common.engine.speculation.guard import GuardedProposer
 from common.engine.speculation.registry import create_proposer
-from common.engine.speculative import DraftModelOptions, HeadOptions, MtpOptions
+from common.engine.speculative import MAX_DEPTH, DraftModelOptions, HeadOptions, MtpOptions
 from common.engine.worker.connector import create_connector
 from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
@@ -199,7 +199,7 @@ class Worker:
         )
         can_record = self._ranks.can_record and self._experts is None
         if not self._config.model.enforce_eager and can_record:
-            self._runner.record_decodes()
+            self._runner.record_decodes(self._max_num_decodes)
         if features is not None:
             self._tagger = Tagger(features, self._runner.table, block_size)
         if self._draft_loaded is not None:
@@ -338,6 +338,15 @@ class Worker:
         return self._config.parallel.num_ranks == 1
 
     @property
+    def _max_num_decodes(self) -> int:
+        """Of a step without prompts: each request's last token, and its drafts."""
+        scheduler = self._config.scheduler
+        if self._config.speculation.method is None:
+            return scheduler.max_num_seqs
+        most = min(scheduler.max_num_seqs * (1 + MAX_DEPTH), scheduler.max_num_batched_tokens)
+        return max(scheduler.max_num_seqs, most)
+
+    @property
     def _num_feature_layers(self) -> int:
         """See KVLayout."""
         if self._head is None or not self._keeps_features_with_kv:
@@ -380,7 +389,7 @@ class Worker:
             max_model_len=target.max_model_len,
         )
         if not self._config.model.enforce_eager:
-            runner.record_decodes()
+            runner.record_decodes(scheduler.max_num_seqs)
         limits = (num_blocks, block_size, loaded.max_model_len, scheduler.max_num_batched_tokens)
         if features is None or self._head is None:
             model = DraftModel(runner, *limits)

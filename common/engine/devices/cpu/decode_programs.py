@@ -28,9 +28,9 @@ class DecodePrograms:
     def __init__(self, forward: Forward, limits: DecodeLimits) -> None:
         self._forward = forward
         self._max_model_len = limits.max_model_len
-        self._fixed = FixedInputs(limits.max_num_seqs, limits, torch.device("cpu"))
-        self._workspace = Workspace(limits.max_num_seqs)
-        self._most = min(_MOST, limits.max_num_seqs)  # decodes of a step that is recorded
+        self._most = min(_MOST, limits.max_num_decodes)  # of a step that is recorded
+        self._fixed = FixedInputs(self._most, limits, torch.device("cpu"))
+        self._workspace = Workspace(self._most)
         self._longest = min(_SHORTEST, limits.max_model_len)  # sequence that the recorded steps take
         self._steps: dict[tuple[int, bool], _Recorded] = {}  # by batch size and whether there are drafts
 

@@ -104,10 +104,10 @@ class DecodeGraphs:
         )
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
+def graph_sizes(max_num_decodes: int) -> list[int]:
     """Batch sizes that get a graph: denser where a sequence more costs a larger share."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
-    return sorted({min(size, max_num_seqs) for size in sizes})
+    return sorted({min(size, max_num_decodes) for size in sizes})
 
 
 class CudaRecorder:

@@ -105,7 +105,7 @@ class CudaDevice(TritonDevice):
             return None
         try:
             return DecodeGraphs(
-                forward, CudaRecorder(), limits, sizes=graph_sizes(limits.max_num_seqs), device=self.torch_device
+                forward, CudaRecorder(), limits, sizes=graph_sizes(limits.max_num_decodes), device=self.torch_device
             )
         except RecordedStepError:
             raise
