@@ -7,14 +7,15 @@
     verify      a step that verifies four drafts, all of them right, as a multiple of a decode step, at batch 1
     repetitive  requests of one at a time whose answers repeat parts of their prompts: code that is edited, documents
                 that are quoted, records of JSON
-    random      answers in which nothing repeats, at batch 1, 8 and 32; `wrong` proposes four drafts in each step, of
-                which none is ever right, and `none` is another engine without speculation: how much two that do the
-                same differ
+    random      answers in which nothing repeats, at batch 1, 8 and 32, as the model itself draws them; `wrong` proposes
+                four drafts in each step, of which hardly one is ever right, and `none` is another engine without
+                speculation: how much two that do the same differ
     draft       a draft model of a tenth of the size of 0.6B, and answers of which it foresees 70 %, at batch 1
 
-The models have random weights; a logits processor has them give the answers, on all sides, so that what repeats is
-what repeats in real texts. Only decoding is measured: from the first token to the last. Ratios are of figures of the
-same turn; medians over `--repeats`, each with other texts. The tokens of the sides must be the same.
+The models have random weights; but for `random`, a logits processor has them give the answers, on all sides, so that
+what repeats is what repeats in real texts; on a GPU, no step begins before the one before it is over then. Only
+decoding is measured: from the first token to the last. Ratios are of figures of the same turn; medians over
+`--repeats`, each with other texts. The tokens of the sides must be the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import transformers
 
@@ -71,9 +72,13 @@ class Run(NamedTuple):
 class Engine:
     """One side."""
 
-    def __init__(self, model: Path, dtype: str, speculative: str, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: Path, dtype: str, speculative: str, max_num_seqs: int, *, has_answers: bool = True
+    ) -> None:
+        self.has_answers = has_answers
+        processors = [forced.NAME] if has_answers else []
         config = EngineConfig(
-            model=ModelConfig(model=str(model), dtype=dtype, logits_processors=[forced.NAME]),
+            model=ModelConfig(model=str(model), dtype=dtype, logits_processors=processors),
             cache=CacheConfig(enable_prefix_caching=False, num_blocks=_KV_TOKENS // _BLOCK_SIZE),
             scheduler=SchedulerConfig(target_itl_ms=None, max_num_seqs=max_num_seqs),
             speculation=SpeculationConfig(speculative=None if speculative == OFF else speculative),
@@ -88,12 +93,13 @@ class Engine:
         for text in texts:
             name = str(self._num_requests)
             self._num_requests += 1
-            # As many more as a draft may look ahead.
-            forced.ANSWERS[name] = [*text.answer[: num_tokens + 1], *[0] * forced.NUM_DRAFTS * 4]
             tokens[RequestId(name)] = []
-            params = SamplingParams(
-                temperature=0.0, max_tokens=num_tokens, ignore_eos=True, vllm_xargs={"answer": name}
-            )
+            if self.has_answers:  # as many more as a draft may look ahead
+                forced.ANSWERS[name] = [*text.answer[: num_tokens + 1], *[0] * forced.NUM_DRAFTS * 4]
+                own: dict[str, Any] = {"temperature": 0.0, "vllm_xargs": {"answer": name}}
+            else:
+                own = {"seed": self._num_requests}
+            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **own)
             client.add_request(AddRequest(request_id=RequestId(name), prompt_token_ids=text.prompt, sampling=params))
         num_steps, num_before, began, before = 0, 0, 0.0, client.stats().drafts
         while client.has_work:
@@ -122,12 +128,14 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engines(model: Path, dtype: str, methods: Sequence[str], max_num_seqs: int) -> Iterator[dict[str, Engine]]:
-    """One per method, and one without any."""
+def engines(
+    model: Path, dtype: str, methods: Sequence[str], max_num_seqs: int, *, has_answers: bool = True
+) -> Iterator[dict[str, Engine]]:
+    """One per method, and one without any. `has_answers`: the answers are those of texts."""
     with contextlib.ExitStack() as stack:
         found = {}
         for method in (OFF, *methods):
-            found[method] = Engine(model, dtype, method, max_num_seqs)
+            found[method] = Engine(model, dtype, method, max_num_seqs, has_answers=has_answers)
             stack.callback(found[method].close)
         yield found
     gc.collect()
@@ -149,7 +157,9 @@ def turns_of(sides: dict[str, Engine], batches: Sequence[Sequence[Text]], num_to
     for repeat, texts in enumerate(batches):
         names = list(sides) if repeat % 2 else list(reversed(sides))
         runs = {name: sides[name].run(texts, num_tokens) for name in names}
-        if any(run.tokens != [text.answer[:num_tokens] for text in texts] for run in runs.values()):
+        has_answers = all(side.has_answers for side in sides.values())
+        expected = [text.answer[:num_tokens] for text in texts] if has_answers else runs[OFF].tokens
+        if any(run.tokens != expected for run in runs.values()):
             raise RuntimeError("tokens differ from the answers")
         turns.append(runs)
     return turns[1:]
@@ -242,7 +252,9 @@ def measure(directory: Path, args: argparse.Namespace) -> Iterator[str]:
     if "random" in args.sections:
         yield from _heading("Texts that do not", *columns)
         for name, dtype in cases:
-            with engines(models[name], dtype, ["ngram", "suffix", WRONG, CONTROL], max(args.batches)) as sides:
+            with engines(
+                models[name], dtype, ["ngram", "suffix", WRONG, CONTROL], max(args.batches), has_answers=False
+            ) as sides:
                 for batch in args.batches:
                     turns = in_turn(sides, "random", batch, args.tokens, args.repeats)
                     yield from rows(name, dtype, "random", batch, turns)

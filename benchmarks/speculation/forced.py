@@ -14,13 +14,14 @@ import torch
 from common.engine.config import EngineConfig
 from common.engine.sampling.processors import GROUP, SamplingRow
 from common.engine.speculation.base import Context, Proposer
-from common.engine.speculation.fake import Accuracy, FakeProposer
+from common.engine.speculation.fake import FakeProposer
 from common.types import SamplingParams
 
 NAME = "forced_answers"
 NUM_DRAFTS = 4
 ANSWERS: dict[str, list[int]] = {}
 FREE = -1  # in an answer: what the model says itself
+_VOCAB_SIZE = 32_000  # of the smallest model
 _CERTAIN = 1e9  # more than any logit
 
 
@@ -56,16 +57,14 @@ def install(directory: Path) -> None:
 
 def right(config: EngineConfig) -> Proposer:
     """All drafts are right."""
-    return _oracle("right", config)
+    del config
+    return FakeProposer(_next_token, "right", NUM_DRAFTS, vocab_size=_VOCAB_SIZE)
 
 
 def wrong(config: EngineConfig) -> Proposer:
-    """None is."""
-    return _oracle("wrong", config)
-
-
-def _oracle(accuracy: Accuracy, _: EngineConfig) -> Proposer:
-    return FakeProposer(_next_token, accuracy, NUM_DRAFTS, vocab_size=32_000)  # of the smallest model
+    """Hardly one is."""
+    del config
+    return FakeProposer(lambda token_ids, _: len(token_ids), "right", NUM_DRAFTS, vocab_size=_VOCAB_SIZE)
 
 
 def _next_token(token_ids: Sequence[int], request: Context) -> int:

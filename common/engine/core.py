@@ -116,8 +116,7 @@ class EngineCore:
         try:
             self._lockstep = _open_lockstep(config, on_wakeup, on_failure)
             facts = executor.load_model()
-            # Installed processors and proposers may look at the tokens so far.
-            looks_back = bool(config.model.logits_processors) or _guesses(config)
+            looks_back = bool(config.model.logits_processors)  # which may look at the tokens so far
             # Engines that step together decide on one step at a time.
             self._may_run_ahead = executor.runs_ahead and not looks_back and self._lockstep is None
             self.spec = _resolve_spec(config, facts)
@@ -382,12 +381,6 @@ class EngineCore:
         if self._lockstep is not None:
             self._lockstep.close()
         self._executor.close()
-
-
-def _guesses(config: EngineConfig) -> bool:
-    """Whether each step is followed by guesses of the next tokens, which a draft model is asked for only where it
-    pays."""
-    return config.speculation.method is not None and _most_asked(config) == NOTHING_ASKED
 
 
 def _most_asked(config: EngineConfig) -> Asked:

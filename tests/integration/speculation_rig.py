@@ -39,6 +39,10 @@ class AllDrafts(DraftDepth):
             room -= depths[-1]
         return depths
 
+    def would_choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int) -> bool:
+        """See DraftDepth."""
+        return True
+
     def ask(self, chances: Sequence[Callable[[int], float]], num_rows: int, num_context_tokens: int) -> Asked:
         """See DraftDepth."""
         return Asked(self._most_asked.num_drafts, LONG_S)

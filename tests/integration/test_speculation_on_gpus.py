@@ -10,7 +10,7 @@ from common.engine.scheduler import scheduler
 from common.types import SamplingParams
 from tests.eagle3_heads import tiny_head_dir
 from tests.integration import speculation_rig as rig
-from tests.integration.test_draft_model import LENGTHS, PARAMS, answer, figures_of
+from tests.integration.test_draft_model import FEW, LENGTHS, PARAMS, answer, figures_of
 from tests.integration.test_eagle3 import Seen, seen  # noqa: F401  a fixture
 from tests.mtp_models import mtp_model_dir
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
@@ -25,7 +25,6 @@ PROPOSERS = {
     "eagle3": (LLAMA, f"eagle3:model={tiny_head_dir(LLAMA)}"),
     "mtp": (mtp_model_dir(), "mtp:depth=3"),
 }
-FEW = (5, 6)  # tokens, so that some drafts are right
 
 
 @pytest.fixture(autouse=True)

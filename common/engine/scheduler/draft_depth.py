@@ -116,6 +116,21 @@ class _DecodeTimes:
         return max(self._slowness * (row_s + context_s * num_context_tokens), _LEAST_S)
 
 
+class _Weighed(NamedTuple):
+    """Seconds of a step without drafts, and of one with some before they are added; seconds that a draft of each
+    candidate adds; and how many of each pay."""
+
+    plain_s: float
+    drafting_s: float
+    costs: list[float]
+    depths: list[int]
+
+    @property
+    def first_s(self) -> float:
+        """What the first draft of a step costs more than others."""
+        return self.drafting_s - self.plain_s
+
+
 class DraftDepth:
     """Chooses how many drafts are verified. Learns from each step of an engine that has a proposer."""
 
@@ -136,6 +151,7 @@ class DraftDepth:
         self._num_probed = 0  # passes of those asked for
         self._num_alike = 0  # latest steps all of which had drafts, or none of which had
         self._had_drafts = False
+        self._has_paid = False  # the last time that drafts were there, some were expected to
         self._probe_s = 0.0  # that probes may take
         self._next_probed = 0
         self.acceptance = Acceptance()  # of the pod
@@ -146,22 +162,33 @@ class DraftDepth:
         self._had_drafts = has_drafts
         self._times.observe(step_s, num_rows, num_context_tokens, has_drafts=has_drafts)
 
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether one of the last steps had drafts that paid, so that the next may have some."""
+        return self._has_paid and (self._had_drafts or self._num_alike < _LEAST_PLAIN_STEPS)
+
     def choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int, room: int) -> list[int]:
         """Returns how many drafts each candidate verifies, at most `room` together. `num_rows`: of the step without
         drafts, each of which gives a token; they read the KV of `num_context_tokens`."""
         if self._had_drafts and self._num_alike >= _MAX_DRAFTING_STEPS:
             return [0] * len(candidates)
-        plain_s = self._times.plain(num_rows, num_context_tokens)
-        drafting_s = self._times.drafting(num_rows, num_context_tokens)
-        costs = [self._times.draft(each.num_context_tokens) for each in candidates]
-        depths = best_depths(candidates, costs, num_rows, plain_s, drafting_s, room)
-        if not self._most_asked.num_drafts:
-            self._probe_s = min(self._probe_s + _PROBE_SHARE * plain_s, 2 * drafting_s)
-        if any(depths):
-            self._probe(candidates, costs, depths, 0.0, room)
+        weighed = self._weigh(candidates, num_rows, num_context_tokens, room)
+        self._save_for_probes(weighed)
+        self._has_paid = any(weighed.depths)
+        if self._has_paid:
+            self._probe(candidates, weighed, 0.0, room)
         elif not self._had_drafts and self._num_alike >= _LEAST_PLAIN_STEPS:
-            self._probe(candidates, costs, depths, drafting_s - plain_s, room)
-        return depths
+            self._probe(candidates, weighed, weighed.first_s, room)
+        return weighed.depths
+
+    def would_choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int) -> bool:
+        """Whether `choose` would find drafts to verify. If not, the step goes on without being asked about."""
+        room = sum(each.num_drafts for each in candidates)
+        weighed = self._weigh(candidates, num_rows, num_context_tokens, room)
+        if any(weighed.depths) or self._probe_s >= weighed.first_s + min(weighed.costs):
+            return True
+        self._save_for_probes(weighed)
+        return False
 
     def ask(self, chances: Sequence[Callable[[int], float]], num_rows: int, num_context_tokens: int) -> Asked:
         """Returns what to ask of the draft model when a step without prompts has sampled, of which `num_rows` rows give
@@ -211,10 +238,19 @@ class DraftDepth:
             self._passes.observe(pass_s, drafting.num_rows)
             self._has_drafted = True
 
-    def _probe(
-        self, candidates: Sequence[Candidate], costs: Sequence[float], depths: list[int], first_s: float, room: int
-    ) -> None:
+    def _weigh(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int, room: int) -> _Weighed:
+        plain_s = self._times.plain(num_rows, num_context_tokens)
+        drafting_s = self._times.drafting(num_rows, num_context_tokens)
+        costs = [self._times.draft(each.num_context_tokens) for each in candidates]
+        return _Weighed(plain_s, drafting_s, costs, best_depths(candidates, costs, num_rows, plain_s, drafting_s, room))
+
+    def _save_for_probes(self, weighed: _Weighed) -> None:
+        if not self._most_asked.num_drafts:
+            self._probe_s = min(self._probe_s + _PROBE_SHARE * weighed.plain_s, 2 * weighed.drafting_s)
+
+    def _probe(self, candidates: Sequence[Candidate], weighed: _Weighed, first_s: float, room: int) -> None:
         """Adds a draft to some, in turn, as far as time for that is left. The first costs `first_s` more."""
+        costs, depths = weighed.costs, weighed.depths
         num_left = room - sum(depths)
         for number in range(len(candidates)):
             index = (self._next_probed + number) % len(candidates)

@@ -287,6 +287,7 @@ class Lifecycle:
             self._kv.unpin(flight.pinned)
             self._kv.has_fallen_out = self.is_stalled = False
         self._transfers.step_ended()
+        self.drafts = {}  # those that came while this step ran are for tokens that are known now
         if result.drafts:
             running = {request.request_id: request for request in flight.scheduled if not request.is_finished}
             self.drafts = {running[each]: found for each, found in result.drafts.items() if each in running}

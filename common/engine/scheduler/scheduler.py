@@ -183,13 +183,15 @@ class Scheduler:
         running = self._running
         if self._has_more_to_decide or not all(self._samples_simply(request) for request in running):
             return None
-        if self._asked.num_drafts:
+        if self._asked.num_drafts or self._draft_depth.expects_drafts:
             return None  # drafts may follow from the step that runs
         going_on = [request for request in running if request.num_tokens + 1 < request.max_num_tokens]
         num_grown = sum(request.num_tokens % self._block_size == 0 for request in going_on)
         if not going_on or num_grown * self._num_groups > self._kv.num_free_blocks:
             return None
         if self._has_draft_model and self._ask_for(going_on, sum(map(_num_tokens, going_on))) != NOTHING_ASKED:
+            return None
+        if self._lifecycle.drafts and self._would_verify(going_on):
             return None
         ahead = SchedulerOutput(
             num_scheduled_tokens=dict.fromkeys((request.request_id for request in going_on), 1),
@@ -306,13 +308,8 @@ class Scheduler:
         verifying: list[Request] = []
         candidates: list[Candidate] = []
         for request, token_ids in proposed.items():
-            num_scheduled = request.num_scheduled_tokens
-            if plan.scheduled.get(request) == 1 and num_scheduled == request.num_tokens - 1:
-                acceptance = request.acceptance
-                if acceptance is None:
-                    acceptance = request.acceptance = Acceptance(self._draft_depth.acceptance)
-                most = min(len(token_ids), request.max_num_tokens - request.num_tokens - 1)
-                candidates.append(Candidate(most, num_scheduled, acceptance.chance))
+            if plan.scheduled.get(request) == 1 and request.num_scheduled_tokens == request.num_tokens - 1:
+                candidates.append(self._candidate(request, len(token_ids)))
                 verifying.append(request)
         room = min(plan.budget, self._max_prompt_rows - len(plan.scheduled))
         depths = self._draft_depth.choose(candidates, len(plan.scheduled), plan.num_context_tokens, max(room, 0))
@@ -320,6 +317,18 @@ class Scheduler:
             num_drafts = self._make_room_for_drafts(request, depth, plan) if depth else 0
             if num_drafts:
                 plan.draft(request, proposed[request][:num_drafts], request.num_scheduled_tokens)
+
+    def _would_verify(self, running: Sequence[Request]) -> bool:
+        """Whether some of what was proposed while the step runs would be verified, were it proposed after it."""
+        candidates = [self._candidate(each, len(drafts)) for each, drafts in self._lifecycle.drafts.items()]
+        return self._draft_depth.would_choose(candidates, len(running), sum(map(_num_tokens, running)))
+
+    def _candidate(self, request: Request, num_drafts: int) -> Candidate:
+        acceptance = request.acceptance
+        if acceptance is None:
+            acceptance = request.acceptance = Acceptance(self._draft_depth.acceptance)
+        most = min(num_drafts, request.max_num_tokens - request.num_tokens - 1)
+        return Candidate(most, request.num_tokens - 1, acceptance.chance)
 
     def _make_room_for_drafts(self, request: Request, num_drafts: int, plan: StepPlan) -> int:
         """Returns how many drafts fit its blocks, with new ones if more are free than requests run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import cast
 
@@ -165,9 +166,10 @@ class ModelRunner:
                 _settle(before, phases)
             draws, penalties = self._table.draws(rows, lengths), self._table.penalties(rows, lengths)
             token_ids = self._sample_on_device(logits, draws, penalties)
-            if not drafts and self._proposer is None:
+            if not drafts:
                 copy = self._memory.to_host(token_ids)
-                self._sampling = SamplingStep(token_ids, copy, batch, self._table)
+                propose = partial(self._propose, are_verified=False)
+                self._sampling = SamplingStep(token_ids, copy, batch, self._table, propose)
                 return self._sampling
             return FinishedStep(self._answer(batch, samples_of(token_ids.tolist()), {}, drafts))
         if before is not None:

@@ -169,7 +169,10 @@ class RequestTable:
         return [self._context(each, row) for each, row in known if self._params[row].speculative]
 
     def _context(self, request_id: RequestId, row: int) -> Context:
-        tokens = self.token_ids[row, : self.num_tokens[row]]
+        num_known = int(self.num_tokens[row])
+        while num_known and self.token_ids[row, num_known - 1] < 0:  # expected, by a step that runs
+            num_known -= 1
+        tokens = self.token_ids[row, :num_known]
         tokens.flags.writeable = False  # a proposer is to read them
         return Context(request_id, tokens, self._params[row], int(self._num_prompt_tokens[row]), self._roots[row])
 

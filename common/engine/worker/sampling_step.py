@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from common.engine.contract.step import ModelRunnerOutput, outcomes_of
+from common.engine.contract.step import ModelRunnerOutput, Outcome, outcomes_of
 from common.engine.devices.base import HostCopy
 from common.engine.sampling.sampler import samples_of
+from common.engine.speculation.guard import Proposed
 from common.engine.worker.batch import PackedBatch
 from common.engine.worker.request_table import RequestTable
+from common.types import RequestId
 
 
 class SamplingStep:
     """See RunningStep. In the request table, placeholders stand for its tokens until they are known."""
 
-    def __init__(self, token_ids: torch.Tensor, copy: HostCopy, batch: PackedBatch, table: RequestTable) -> None:
-        """`token_ids` [sampled requests], on the device; -1: no token."""
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        copy: HostCopy,
+        batch: PackedBatch,
+        table: RequestTable,
+        propose: Callable[[Mapping[RequestId, Outcome]], Proposed],
+    ) -> None:
+        """`token_ids` [sampled requests], on the device; -1: no token. `propose`: once they are known."""
         self.is_settled = False
         self._token_ids = token_ids
         self._request_ids = batch.sampled_ids
@@ -25,6 +35,7 @@ class SamplingStep:
         self._table = table
         self._places = table.expect_tokens(self._rows)
         self._on_host, self._wait = copy
+        self._propose = propose
 
     def fill_in(self, batch: PackedBatch) -> PackedBatch:
         """`batch`, packed after this step, with this step's tokens in place of the placeholders."""
@@ -43,4 +54,6 @@ class SamplingStep:
     def result(self) -> ModelRunnerOutput:
         """See RunningStep."""
         self.settle()
-        return ModelRunnerOutput(outcomes_of(self._request_ids, samples_of(self._on_host.tolist())))
+        outcomes = outcomes_of(self._request_ids, samples_of(self._on_host.tolist()))
+        proposed = self._propose(outcomes)
+        return ModelRunnerOutput(outcomes, drafts=proposed.drafts, proposer_failure=proposed.failure)

@@ -339,7 +339,7 @@ class Worker:
 
     @property
     def _max_num_decodes(self) -> int:
-        """Of a step without prompts: each request's last token, and its drafts."""
+        """Tokens of a step without prompts: each request's last one, and its drafts."""
         scheduler = self._config.scheduler
         if self._config.speculation.method is None:
             return scheduler.max_num_seqs

@@ -333,11 +333,11 @@ def test_a_large_batch_verifies_few_where_a_small_one_verifies_many() -> None:
     assert depths[2] < 0.2
 
 
-def finished_engine(accuracy: str, num_requests: int, machine: Line = CPU) -> FakeEngine:
+def finished_engine(accuracy: str, num_requests: int, machine: Line = CPU, **settings: bool) -> FakeEngine:
     """Has answered with 40 tokens each."""
     measured = [(tokens, machine.at(tokens, 0)) for tokens in (1, 64)]
     scheduler = create_scheduler(num_blocks=1025, measured_steps=measured)
-    engine = FakeEngine(scheduler, proposer=create_proposer(accuracy))  # type: ignore[arg-type]
+    engine = FakeEngine(scheduler, proposer=create_proposer(accuracy), **settings)  # type: ignore[arg-type]
     engine.machine = machine
     for turn in range(4):
         engine.add(*(create_request(f"r{turn}-{each}", max_tokens=40) for each in range(num_requests)))
@@ -365,3 +365,14 @@ def test_an_engine_verifies_right_drafts_to_their_full_depth(num_requests: int) 
     assert figures.accepted_by_position[0] == figures.num_verifications
     assert figures.num_verified > 2.7 * figures.num_verifications
     assert figures.num_steps < plain.scheduler.stats().decode_steps.num_steps / 3
+
+
+def test_steps_run_ahead_unless_drafts_pay() -> None:
+    machine = Line(0.005, 0.004, 0.0)  # where a draft that is tried takes half as long as a step
+    plain, wrong = (finished_engine(each, 1, machine, runs_ahead=True) for each in ("none", "wrong"))
+    assert wrong.outputs == plain.outputs
+    assert wrong.num_ahead > 0.9 * plain.num_ahead
+    assert wrong.scheduler.stats().drafts.num_verified > 0, "some are tried"
+    right, waiting = (finished_engine("right", 1, GPU, runs_ahead=each) for each in (True, False))
+    assert right.outputs == plain.outputs
+    assert right.now < 1.1 * waiting.now < 0.5 * finished_engine("none", 1, GPU, runs_ahead=True).now

@@ -3,10 +3,13 @@
 import pytest
 
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from common.engine.messages import AddRequest
+from common.engine.scheduler import scheduler
+from common.engine.speculation.fake import FakeProposer
 from common.engine.worker.sampling_step import SamplingStep
 from common.types import RequestId, SamplingParams
+from tests.integration.speculation_rig import AllDrafts
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -19,12 +22,13 @@ def device(request, monkeypatch):
     return request.param
 
 
-def generate(device, params, **settings):
+def generate(device, params, *, speculative=None, **settings):
     """Outputs of prompts of 5, 6, ... tokens, all at once; and how many steps got tokens that were not known."""
     config = EngineConfig(
         model=ModelConfig(model=str(tiny_model_dir("llama")), device=device, dtype="float32", **settings),
         cache=CacheConfig(block_size=4, num_blocks=128),
         scheduler=SchedulerConfig(max_num_seqs=8),
+        speculation=SpeculationConfig(speculative=speculative),
     )
     filled = []
     with pytest.MonkeyPatch.context() as patch, InprocClient(config) as client:
@@ -39,6 +43,8 @@ def generate(device, params, **settings):
             for output in client.step().outputs:
                 outputs[output.request_id] += [token.token_id for token in output.tokens]
         assert client.check_integrity().violations == []
+        if speculative:
+            assert client.stats().drafts.num_accepted > 0
     return list(outputs.values()), len(filled)
 
 
@@ -65,3 +71,34 @@ def test_others_in_the_batch_wait_for_their_tokens(device):
     mixed, num_ahead = generate(device, [*drawn, penalised])
     assert mixed[:2] == alone
     assert num_ahead == 0
+
+
+NUM_UNKNOWN = 6  # tokens of an answer before the proposer knows how it goes on
+ANSWER = []
+
+
+class LateProposer(FakeProposer):
+    """Knows the rest of ANSWER, after a while."""
+
+    def propose(self, requests):
+        assert all(int(each.token_ids.min()) >= 0 for each in requests), "it is told of tokens that nobody knows"
+        drafts = super().propose(requests)
+        return [
+            found if len(each.token_ids) >= each.num_prompt_tokens + NUM_UNKNOWN else []
+            for each, found in zip(requests, drafts, strict=True)
+        ]
+
+
+def knowing_late(_):
+    return LateProposer(lambda known, _: ANSWER[len(known)], "right", 3, vocab_size=256)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
+def test_steps_run_ahead_until_there_are_drafts(device, monkeypatch):
+    monkeypatch.setattr(scheduler, "DraftDepth", AllDrafts)
+    answer = reference_generate(tiny_model_dir("llama"), prompt_of(5), 20)
+    ANSWER[:] = [*prompt_of(5), *answer]
+    params = [SamplingParams(temperature=0.0, max_tokens=18)]
+    outputs, num_ahead = generate(device, params, speculative=f"{__name__}:knowing_late")
+    assert outputs == [answer[:18]]
+    assert NUM_UNKNOWN - 3 <= num_ahead <= NUM_UNKNOWN
