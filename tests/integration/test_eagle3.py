@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,20 +15,24 @@ from safetensors.torch import load_file, save_file
 
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
+from common.engine.contract.step import NOTHING_ASKED
 from common.engine.devices.host_memory import HostMemory
 from common.engine.llm import LLM
+from common.engine.messages import AddRequest
 from common.engine.scheduler import scheduler
+from common.engine.scheduler.draft_depth import DraftDepth
 from common.engine.speculation.base import Context
 from common.engine.worker.features import TAG_BYTES
 from common.engine.worker.head import Head
 from common.errors import ConfigError
-from common.types import SamplingParams
+from common.types import RequestId, SamplingParams
 from tests.eagle3_heads import HEAD_DIM, HIDDEN, NUM_KV_HEADS, reference_drafts, tiny_head_dir
 from tests.integration import handoff_rig
 from tests.integration import speculation_rig as rig
 from tests.integration.handoff_rig import Handoffs, create_engine
 from tests.integration.ranks_rig import assert_same, generate, open_llm
 from tests.integration.test_draft_model import GREEDY, LENGTHS, MAX_TOKENS, PARAMS, answer, figures_of
+from tests.pods import wait_for
 from tests.tiny_models import prompt_of, random_model, reference_generate, tiny_config, tiny_model_dir
 
 LLAMA = tiny_model_dir("llama")
@@ -229,6 +234,55 @@ def test_features_of_blocks_that_were_kept(num_producers: int, tmp_path: Path, s
     assert last.stats().drafts.num_unseen == (0 if num_producers == 1 else 80)
     pods.close()
     seen.compare(HEAD)
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_what_drafts_do_not_pay_for_is_kept_with_features(
+    speculative: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Steps that ask nothing of the head, and requests that have turned it off, compute features all the same."""
+    monkeypatch.setattr(scheduler, "DraftDepth", DraftDepth)
+    monkeypatch.setattr(DraftDepth, "ask", lambda *_: NOTHING_ASKED)
+    pods, prompt = Pods("shared-storage", tmp_path / "kv"), prompt_of(40)
+    params = SamplingParams(temperature=0.0, max_tokens=60, speculative=speculative)
+    first = pods.open(HEAD, options={"offload": True})
+    (answer,) = handoff_rig.generate(first, [prompt], params)
+    last = pods.open(HEAD, options={"offload": True})
+    handoff_rig.generate(last, [[*prompt, *answer, 5]], SamplingParams(temperature=0.0, max_tokens=2))
+    assert last.stats().tier_hits == 96
+    assert last.stats().drafts.num_unseen == 0
+    pods.close()
+
+
+def test_a_reset_while_a_handoff_is_under_way_loses_nothing(tmp_path: Path) -> None:
+    pods = Pods("nixl", tmp_path)
+    producer, consumer = pods.open(HEAD, setting="for_heads"), pods.open(HEAD)
+    handoffs = Handoffs(producer, consumer)
+    request_id, prompt, params = RequestId("r"), prompt_of(90), SamplingParams(temperature=0.0, max_tokens=20)
+    tell, handoffs._tell_consumer = handoffs._tell_consumer, lambda _: None
+    handoffs.start_producer(request_id, prompt, params)
+    handoffs.start_consumer(request_id)
+
+    def is_written() -> bool:
+        if consumer.has_work:
+            handoffs.step_consumer()
+        if producer.has_work:
+            handoffs.step_producer()
+        return handoffs.prefilled[request_id].is_over(len(prompt))
+
+    asyncio.run(wait_for(is_written))
+    consumer.reset_prefix_cache()
+    other = RequestId("other")
+    handoffs.decoded[other] = handoff_rig.Decoded()
+    consumer.add_request(AddRequest(request_id=other, prompt_token_ids=prompt_of(5), sampling=params))
+    while handoffs.decoded[other].finish_reason is None:
+        handoffs.step_consumer()
+    tell(request_id)
+    handoffs.run_to_the_end()
+    received = handoffs.decoded[request_id].received
+    assert received is not None
+    assert (received.num_tokens, received.recompute_reason) == (90, "")
+    pods.close()
 
 
 @pytest.mark.parametrize("kind", PARAMS)

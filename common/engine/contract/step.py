@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
+from common.types import ExtraKey, Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
 
 Fence = int
 """The number of a step that its workers' devices may not have finished: they count those that compute something from 1
@@ -44,6 +44,7 @@ class NewRequest:
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
     positions: PromptPositions | None = None  # None: the tokens' places
     root: bytes = b""  # of its block hashes, see Request: tenants have different ones
+    extra_keys: Sequence[ExtraKey] = ()  # of its block hashes
 
 
 class PromptLogprobs(NamedTuple):

@@ -38,7 +38,7 @@ class Request:
     """A live generation. Tokens are appended here; block tables belong to the KVCacheManager."""
 
     __slots__ = (
-        "_extra_keys",
+        "extra_keys",
         "acceptance",
         "added_at",
         "awaits_handoff",
@@ -104,7 +104,7 @@ class Request:
         self.num_scheduled_tokens = 0  # those, and the tokens that steps in flight compute
 
         self.root = root_hash(message.cache_salt)
-        self._extra_keys = message.extra_keys
+        self.extra_keys = message.extra_keys
         self.positions = message.positions
         self.block_hashes: list[BlockHash] = []  # of full blocks, as far as known
 
@@ -182,7 +182,7 @@ class Request:
             parent = self.block_hashes[-1] if known else self.root
             tokens = self.token_ids[known * block_size : num_blocks * block_size]
             self.block_hashes += hash_prompt(
-                tokens, block_size, parent, self._extra_keys, known * block_size, self.positions
+                tokens, block_size, parent, self.extra_keys, known * block_size, self.positions
             )
 
     def full_block_hashes(self, block_size: int, start: int, stop: int) -> tuple[BlockHash, ...]:
@@ -198,6 +198,6 @@ class Request:
         if stop > num_full:
             prompt = self.token_ids[: self.num_prompt_tokens]
             full = self.block_hashes[:num_full]
-            keys = self._extra_keys, self.positions
+            keys = self.extra_keys, self.positions
             hashes.append(hash_partial_block(prompt, block_size, full, self.root, *keys))
         return tuple(hashes)

@@ -512,6 +512,7 @@ class Scheduler:
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             positions=request.positions,
             root=request.root,
+            extra_keys=request.extra_keys,
         )
 
     def masks_arrived(self, request_ids: Sequence[RequestId]) -> None:

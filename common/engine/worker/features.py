@@ -11,8 +11,8 @@ none. A block that came without features has what was there before, under the ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -61,10 +61,6 @@ class Features:
         rows: torch.Tensor = self._rows[slots // self._block_size, slots % self._block_size]
         return rows
 
-    def forget_all(self) -> None:
-        """Makes nothing count that is there."""
-        self._tags.zero_()
-
     def forget(self, step: SchedulerOutput) -> None:
         """Takes the tags away from blocks that the step writes to."""
         written = [new.block_ids[0][new.num_computed_tokens // self._block_size :] for new in step.new_requests]
@@ -109,13 +105,15 @@ class Features:
 class Tagged:
     """A running request."""
 
-    first: int  # of its blocks from which on there are features of all tokens that are computed
-    hashes: list[BlockHash]  # of its full blocks
-    num_tagged: int  # first blocks that are done with
+    new: NewRequest  # as it came
+    first: int = 0  # of its blocks from which on there are features of all tokens that are computed
+    hashes: list[BlockHash] = field(default_factory=list)  # of its full blocks
+    num_tagged: int = 0  # first blocks that are done with
 
 
 class Tagger:
-    """Tags the blocks of running requests as the model computes them."""
+    """Tags the blocks of running requests as the model computes them, those without drafts as well: others may share
+    them. What was computed in a step is tagged before its blocks go anywhere."""
 
     def __init__(self, features: Features, table: RequestTable, block_size: int) -> None:
         """`table`: of the model's runner."""
@@ -126,38 +124,41 @@ class Tagger:
 
     def begin_step(self, step: SchedulerOutput) -> None:
         """Called before the model's runner is told of the step."""
-        self.note_computed(step.dropped_request_ids)
         for request_id in step.dropped_request_ids:
             self.requests.pop(request_id, None)
-        if step.forgets_outputs:
-            self._features.forget_all()
         for new in step.new_requests:
-            if new.sampling.speculative:
-                self.requests[new.request_id] = self._introduce(new)
+            self.requests[new.request_id] = self._introduce(new)
         self._features.forget(step)
 
-    def note_computed(self, request_ids: Iterable[RequestId]) -> None:
-        """The model has computed further tokens of these requests."""
+    def note_computed(self, request_ids: Collection[RequestId]) -> bool:
+        """The model has computed further tokens of these requests. Returns whether blocks have got tags."""
         block_ids: list[int] = []
         hashes: list[BlockHash] = []
-        for context in self._table.contexts(request_ids):
-            request, num_computed = self.requests[context.request_id], self.num_computed(context.request_id)
-            root = BlockHash(context.root)
-            self._add_hashes(request, root, context.token_ids[:num_computed])
+        known = [each for each in request_ids if each in self.requests]  # others have ended before the step
+        for request_id, row in zip(known, self._table.rows_of(known).tolist(), strict=True):
+            request, num_computed = self.requests[request_id], self._num_computed(row)
             num_full, num_in_last = divmod(num_computed, self._block_size)
+            ends_prompt = num_in_last and num_computed == request.new.num_prompt_tokens and request.first <= num_full
+            if num_full <= request.num_tagged and not ends_prompt:
+                continue  # most decodes fill no block
+            token_ids = self._table.token_ids[row, :num_computed]
+            self._add_hashes(request, token_ids)
             own = request.hashes[request.num_tagged : num_full]
-            if num_in_last and num_computed == context.num_prompt_tokens and request.first <= num_full:
-                own.append(self._hash_partial(context.token_ids[:num_computed], request.hashes, root))
-            (row,) = self._table.rows_of([context.request_id])
+            if ends_prompt:
+                own.append(self._hash_partial(token_ids, request))
             start = request.num_tagged
             block_ids += self._table.block_tables[0][row, start : start + len(own)].tolist()
             hashes += own
             request.num_tagged = max(start, num_full)
         self._features.set_complete(block_ids, hashes)
+        return bool(block_ids)
 
     def num_computed(self, request_id: RequestId) -> int:
         """Returns how many tokens the model has computed that are known here, as some may still be being sampled."""
         (row,) = self._table.rows_of([request_id])
+        return self._num_computed(row)
+
+    def _num_computed(self, row: int) -> int:
         num_computed = int(self._table.num_computed_tokens[row])
         while num_computed and self._table.token_ids[row, num_computed - 1] < 0:
             num_computed -= 1
@@ -175,26 +176,27 @@ class Tagger:
 
     def _introduce(self, new: NewRequest) -> Tagged:
         """A last block that is partly computed may have been full: its tokens may all be known."""
-        root, num_computed = BlockHash(new.root), new.num_computed_tokens
+        request, num_computed = Tagged(new), new.num_computed_tokens
         num_full, num_in_last = divmod(num_computed, self._block_size)
-        request = Tagged(0, [], 0)
-        self._add_hashes(request, root, new.token_ids[: num_computed + self._block_size - 1])
+        self._add_hashes(request, new.token_ids[: num_computed + self._block_size - 1])
         held: list[Sequence[BlockHash]] = [[each] for each in request.hashes[:num_full]]
         if num_in_last:
-            partial = self._hash_partial(new.token_ids[:num_computed], request.hashes[:num_full], root)
+            partial = self._hash_partial(new.token_ids[:num_computed], request)
             held.append([partial, *request.hashes[num_full : num_full + 1]])
         request.first = self._features.first_block(new.block_ids[0], held)
         request.num_tagged = max(request.first, num_full)
         return request
 
-    def _add_hashes(self, request: Tagged, root: BlockHash, token_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        start = len(request.hashes) * self._block_size
+    def _add_hashes(self, request: Tagged, token_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        new, start = request.new, len(request.hashes) * self._block_size
         if len(token_ids) >= start + self._block_size:
-            parent = request.hashes[-1] if request.hashes else root
-            request.hashes += hash_prompt(np.asarray(token_ids[start:]).tolist(), self._block_size, parent)
+            parent = request.hashes[-1] if request.hashes else BlockHash(new.root)
+            rest, keys = np.asarray(token_ids[start:]).tolist(), new.extra_keys
+            request.hashes += hash_prompt(rest, self._block_size, parent, keys, start, new.positions)
 
-    def _hash_partial(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], hashes: Sequence[BlockHash], root: BlockHash
-    ) -> BlockHash:
-        rest = np.asarray(token_ids[len(hashes) * self._block_size :]).tolist()
-        return hash_partial_block(rest, self._block_size, [], hashes[-1] if hashes else root)
+    def _hash_partial(self, token_ids: Sequence[int] | npt.NDArray[np.int64], request: Tagged) -> BlockHash:
+        """Hashes the last block of these tokens, of whose other blocks the request has the hashes."""
+        new, full = request.new, request.hashes[: len(token_ids) // self._block_size]
+        return hash_partial_block(
+            np.asarray(token_ids).tolist(), self._block_size, full, BlockHash(new.root), new.extra_keys, new.positions
+        )

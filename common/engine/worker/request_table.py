@@ -163,7 +163,7 @@ class RequestTable:
         self.version += 1
 
     def contexts(self, request_ids: Iterable[RequestId]) -> list[Context]:
-        """Returns the proposer's views of those requests that it knows and that have not turned it off."""
+        """Returns a proposer's views of those requests that it knows and that have not turned it off."""
         rows = self._rows
         known = [(each, rows[each]) for each in request_ids if each in rows]
         return [self._context(each, row) for each, row in known if self._params[row].speculative]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,23 @@ class _FencedStep(NamedTuple):
 
     def result(self) -> ModelRunnerOutput:
         """See RunningStep."""
-        return replace(self.running.result(), fence=self.fence)
+        output = self.running.result()
+        return replace(output, fence=max(output.fence, self.fence))
+
+
+class _TaggedStep(NamedTuple):
+    """See RunningStep. A block whose last token is not known before the step is over gets its tag then."""
+
+    running: RunningStep
+    tagger: Tagger
+    request_ids: Collection[RequestId]
+    fences: StepFences | None
+
+    def result(self) -> ModelRunnerOutput:
+        """See RunningStep."""
+        output = self.running.result()
+        is_late = self.tagger.note_computed(self.request_ids)
+        return replace(output, fence=self.fences.record()) if is_late and self.fences is not None else output
 
 
 class _Drafts(NamedTuple):
@@ -264,10 +280,12 @@ class Worker:
                 self._attend()
             return FinishedStep(ModelRunnerOutput())
         running = self._runner.submit(step.num_scheduled_tokens, step.drafts, masks, self.phases)
+        if self._tagger is not None:
+            self._tagger.note_computed(step.num_scheduled_tokens)
+            if not isinstance(running, FinishedStep):
+                running = _TaggedStep(running, self._tagger, step.num_scheduled_tokens, self._fences)
         if self._drafts is not None and step.asked != NOTHING_ASKED:
             running = FinishedStep(self._propose(self._drafts, step, running.result()))
-        elif self._tagger is not None and self._drafts is None:
-            self._tagger.note_computed(step.num_scheduled_tokens)
         return running if self._fences is None else _FencedStep(running, self._fences.record())
 
     def check(self, known: KnownRequests) -> list[str]:
@@ -280,8 +298,6 @@ class Worker:
     def _propose(self, drafts: _Drafts, step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Adds the draft model's drafts of what comes next."""
         assert self._runner is not None
-        if self._tagger is not None:
-            self._tagger.note_computed(step.num_scheduled_tokens)
         proposed = drafts.guard.propose(self._runner.table.contexts(step.num_scheduled_tokens))
         drafting = drafts.model.take_drafting()
         if drafts.guard.is_off:

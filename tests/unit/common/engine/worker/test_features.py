@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,15 @@ from common.engine.model.loader import load_model
 from common.engine.speculative import Eagle3Options
 from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
 from common.engine.worker.request_table import RequestTable
-from common.types import RequestId, SamplingParams, hash_partial_block, hash_prompt, root_hash
+from common.types import (
+    ExtraKey,
+    PromptPositions,
+    RequestId,
+    SamplingParams,
+    hash_partial_block,
+    hash_prompt,
+    root_hash,
+)
 from tests.eagle3_heads import tiny_head_dir
 from tests.tiny_models import prompt_of, tiny_model_dir
 
@@ -37,9 +47,14 @@ def features() -> Features:
     return found
 
 
+def tagger_of(features: Features) -> tuple[Tagger, RequestTable]:
+    table = RequestTable(1, 32, BLOCK_SIZE, vocab_size=256, eos_token_ids=frozenset())
+    return Tagger(features, table, BLOCK_SIZE), table
+
+
 def first_block(features: Features, block_ids: list[int], num_computed_tokens: int, tokens: list[int] = TOKENS) -> int:
     """What a new request's tags say."""
-    tagger = Tagger(features, RequestTable(1, 32, BLOCK_SIZE, vocab_size=256, eos_token_ids=frozenset()), BLOCK_SIZE)
+    tagger, _ = tagger_of(features)
     tagger.begin_step(new(block_ids, num_computed_tokens, tokens))
     return tagger.requests[RequestId("r")].first
 
@@ -92,5 +107,54 @@ def test_what_a_request_writes_to_counts_no_longer(features: Features, num_compu
 def test_blocks_that_a_request_gets_later_count_no_longer(features: Features) -> None:
     features.forget(SchedulerOutput(new_block_ids={RequestId("r"): [[6]]}))
     assert tagged(features) == [5, 7]
-    features.forget_all()
+
+
+class Computed:
+    """Requests that a model computes, and their tags."""
+
+    def __init__(self, features: Features) -> None:
+        self.tagger, self._table = tagger_of(features)
+
+    def add(self, num_computed_tokens: int, **settings: object) -> None:
+        step = new(BLOCKS, 0)
+        step.new_requests[0] = replace(step.new_requests[0], **settings)  # type: ignore[arg-type]
+        self.tagger.begin_step(step)
+        self._table.update(step)
+        (row,) = self._table.rows_of([RequestId("r")])
+        self._table.num_computed_tokens[row] = num_computed_tokens
+        self.tagger.note_computed([RequestId("r")])
+
+    def drop(self) -> None:
+        step = SchedulerOutput(dropped_request_ids=[RequestId("r")], forgets_outputs=True)
+        self.tagger.begin_step(step)
+        self._table.update(step)
+
+
+def test_what_is_computed_is_tagged_for_requests_without_drafts_as_well(features: Features) -> None:
+    computed = Computed(features)
+    computed.add(8, sampling=SamplingParams(speculative=False))
+    assert tagged(features) == BLOCKS[:2]
+    computed.drop()
+    assert tagged(features) == BLOCKS[:2], "it is true until the blocks are written to"
+
+
+def test_blocks_of_a_request_that_has_left_get_no_tags(features: Features) -> None:
+    """Others may have had something written to them meanwhile, before the step begins."""
+    computed = Computed(features)
+    computed.add(15)
+    assert tagged(features) == BLOCKS[:3]
+    features.set_complete(BLOCKS[:3], OTHERS)
+    computed.drop()
+    assert not computed.tagger.note_computed([RequestId("r")])
     assert not tagged(features)
+
+
+def test_a_tag_is_of_the_blocks_hash(features: Features) -> None:
+    """With what decides it beside the tokens."""
+    of_image = [ExtraKey(0, 4, b"image")]
+    positions = PromptPositions([[0] * 15, [0] * 15], 0)
+    for settings in ({"extra_keys": of_image}, {"positions": positions}):
+        Computed(features).add(12, **settings)
+        assert not tagged(features)
+        hashes = hash_prompt(TOKENS, BLOCK_SIZE, root_hash(), **settings)  # type: ignore[arg-type]
+        assert features.first_block(BLOCKS[:3], [[each] for each in hashes]) == 0
