@@ -18,7 +18,15 @@ from cli.exit_codes import OF_TOOLS
 from common.config import ArgumentParser, Section, add_arguments, build, epilog_of, field_names, load_yaml
 from common.errors import ConfigError
 from deploy.cluster_state import the_cluster
-from kv_store.inspection import INSPECTABLE, NAMESPACE, StoredBlock, StoreInspector, find_problem, open_inspector
+from kv_store.inspection import (
+    INSPECTABLE,
+    NAMESPACE,
+    StoredBlock,
+    StoreInspector,
+    find_problem,
+    is_checked,
+    open_inspector,
+)
 
 EXIT_CORRUPT = 1  # `verify` found a block that is not what its name says
 _REMOVE_BATCH = 500  # blocks, in one round trip where the medium has such a thing
@@ -81,10 +89,13 @@ def inspect(store: StoreInspector, _: argparse.Namespace) -> int:
 
 def verify(store: StoreInspector, args: argparse.Namespace) -> int:
     """Prints what is corrupt, and deletes it if asked to."""
-    num_blocks = num_bytes = num_corrupt = num_deleted = 0
+    num_blocks = num_bytes = num_corrupt = num_deleted = num_others = 0
     for block in store.blocks(args.namespace):
         num_blocks += 1
         num_bytes += block.num_bytes
+        if not is_checked(block):
+            num_others += 1
+            continue
         problem = find_problem(store, block)
         if problem is None:
             continue
@@ -93,7 +104,8 @@ def verify(store: StoreInspector, args: argparse.Namespace) -> int:
         if args.delete_corrupt:
             num_deleted += store.remove([block])
     deleted = f", deleted: {num_deleted}" if args.delete_corrupt else ""
-    print(f"blocks: {num_blocks}, {format_bytes(num_bytes)}; corrupt: {num_corrupt}{deleted}")
+    others = f"; in another version's format, not checked: {num_others}" if num_others else ""
+    print(f"blocks: {num_blocks}, {format_bytes(num_bytes)}; corrupt: {num_corrupt}{deleted}{others}")
     return EXIT_CORRUPT if num_corrupt else 0
 
 

@@ -26,6 +26,7 @@ class HostPool:
     def __init__(self, host_bytes: int) -> None:
         self._host_bytes = host_bytes
         self._arena: npt.NDArray[np.uint8] = np.empty((0, 0), dtype=np.uint8)  # [frames, frame_bytes]
+        self._sizes: list[int] = []  # of what is in the frames; that of one that did not fit is higher than theirs
         self._lock = threading.Lock()  # guards all below
         self._free: list[int] = []
         self._found: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
@@ -44,6 +45,7 @@ class HostPool:
             message = f"host_bytes: cannot allocate {self._host_bytes} bytes"
             raise ConfigError(message, param="host_bytes") from error
         self._free = list(range(num_frames - 1, -1, -1))
+        self._sizes = [frame_bytes] * num_frames
 
     def touch(self, keys: Sequence[BlockHash]) -> list[bool]:
         """See BlockStore."""
@@ -53,8 +55,13 @@ class HostPool:
     def write(self, keys: Sequence[BlockHash], frames: Sequence[Buffer]) -> None:
         """See BlockStore. Does not rewrite blocks that are there. Never raises StoreError; if all frames are being read
         or filled, a block is dropped, as if it had been evicted."""
-        for key, frame in zip(keys, frames, strict=True):
-            self._write_one(key, frame)
+        self.keep(keys, frames, list(map(len, frames)))
+
+    def keep(self, keys: Sequence[BlockHash], frames: Sequence[Buffer], sizes: Sequence[int]) -> None:
+        """As `write`, for frames as `read_into` answers with them: of these sizes, and cut off where they did not
+        fit."""
+        for key, frame, size in zip(keys, frames, sizes, strict=True):
+            self._write_one(key, frame, size)
 
     def read_into(self, keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> list[int | None]:
         """See BlockStore. Never raises StoreError."""
@@ -89,7 +96,7 @@ class HostPool:
                 wrong.append("frames have readers that are gone")
         return wrong
 
-    def _write_one(self, key: BlockHash, frame: Buffer) -> None:
+    def _write_one(self, key: BlockHash, frame: Buffer, size: int) -> None:
         with self._lock:
             index = self._take_frame_for(key)
             arena = self._arena
@@ -97,7 +104,8 @@ class HostPool:
             return
         is_filled = False
         try:
-            np.copyto(arena[index], np.frombuffer(frame, dtype=np.uint8))
+            np.copyto(arena[index][: len(frame)], np.frombuffer(frame, dtype=np.uint8))
+            self._sizes[index] = size
             is_filled = True
         finally:
             with self._lock:
@@ -114,11 +122,11 @@ class HostPool:
             if index is None:
                 return None
             self._readers[index] = self._readers.get(index, 0) + 1
-            frame = self._arena[index]
+            frame, size = self._arena[index], self._sizes[index]
         try:
-            size = min(len(frame), len(buffer))
-            np.copyto(np.frombuffer(buffer, dtype=np.uint8)[:size], frame[:size])
-            return len(frame)
+            num_bytes = min(size, len(frame), len(buffer))
+            np.copyto(np.frombuffer(buffer, dtype=np.uint8)[:num_bytes], frame[:num_bytes])
+            return size
         finally:
             with self._lock:
                 self._release(index)

@@ -68,7 +68,7 @@ class TieredStore:
                 below = self._lower.read_into(asked_keys, asked_buffers)
                 for index, size in zip(asked, below, strict=True):
                     sizes[index] = size
-            self._promote([index for index in asked if sizes[index] == self._frame_bytes], keys, buffers)
+            self._promote(asked, sizes, keys, buffers)
         return sizes
 
     def discard(self, key: BlockHash) -> None:
@@ -81,12 +81,19 @@ class TieredStore:
         self._upper.close()
         self._lower.close()
 
-    def _promote(self, indices: Sequence[int], keys: Sequence[BlockHash], buffers: Sequence[Buffer]) -> None:
-        """Copies frames from below to the upper tier, unverified: their readers verify them and discard corrupt
-        ones."""
-        frames = [buffers[index][: self._frame_bytes] for index in indices if len(buffers[index]) >= self._frame_bytes]
-        if len(frames) == len(indices):
-            self._upper.write([keys[index] for index in indices], frames)
+    def _promote(
+        self,
+        indices: Sequence[int],
+        sizes: Sequence[int | None],
+        keys: Sequence[BlockHash],
+        buffers: Sequence[Buffer],
+    ) -> None:
+        """Copies frames from below to the upper tier, unverified: their readers verify them and discard corrupt ones.
+        Those of pods with another head, or without one, have other sizes."""
+        for index in indices:
+            size = sizes[index]
+            if size is not None and len(buffers[index]) >= (kept := min(size, self._frame_bytes)):
+                self._upper.keep([keys[index]], [buffers[index][:kept]], [size])
 
 
 class _Shared:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from kv_store.inspection.base import NAMESPACE, StoredBlock, StoreInspector
 from kv_store.inspection.registry import INSPECTABLE, open_inspector
-from kv_store.inspection.verification import find_problem
+from kv_store.inspection.verification import find_problem, is_checked
 
-__all__ = ["INSPECTABLE", "NAMESPACE", "StoreInspector", "StoredBlock", "find_problem", "open_inspector"]
+__all__ = ["INSPECTABLE", "NAMESPACE", "StoreInspector", "StoredBlock", "find_problem", "is_checked", "open_inspector"]

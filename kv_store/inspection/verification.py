@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from common.errors import BlockCorruptError
-from kv_store.block_format import HEADER_BYTES, BlockFormat, BlockLayout, digest_of, parse_header
+from kv_store.block_format import FORMAT_VERSION, HEADER_BYTES, BlockFormat, BlockLayout, digest_of, parse_header
 from kv_store.inspection.base import StoredBlock, StoreInspector
+
+
+def is_checked(block: StoredBlock) -> bool:
+    """Whether it is of the format of this version, by its name; others are of pods of another version."""
+    return block.namespace.startswith(f"v{FORMAT_VERSION}-")
 
 
 def find_problem(inspector: StoreInspector, block: StoredBlock) -> BlockCorruptError | None:

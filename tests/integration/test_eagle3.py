@@ -345,8 +345,11 @@ def test_the_rank_that_answers_has_one() -> None:
         assert figures_of(llm).num_verified > 0
 
 
+FC = load_file(HEAD / "model.safetensors")["fc.weight"]
+
+
 def changed_head(
-    directory: Path, *, without: str = "", config: dict[str, object] | None = None, **weights: object
+    directory: Path, *, without: str = "", config: dict[str, object] | None = None, **weights: torch.Tensor
 ) -> Path:
     """HEAD with other weights and settings."""
     shutil.copytree(HEAD, directory)
@@ -379,6 +382,13 @@ def test_what_is_no_head_for_the_model_is_refused_before_that_is_loaded(tmp_path
             changed_head(tmp_path / "5", config={"rope_scaling": {"rope_type": "dynamic"}}): "of type 'dynamic'",
             changed_head(tmp_path / "6", config={"eagle_config": layers}): "takes layers .*7.* and .* has 3",
             changed_head(tmp_path / "7", config={"intermediate_size": 7}): "is .*64.* and by the configuration .*7",
+            changed_head(tmp_path / "8", config={"eagle_config": [1]}): "cannot be built: AttributeError",
+            changed_head(tmp_path / "9", config={"rope_scaling": "yarn"}): "cannot be built: AttributeError",
+            changed_head(tmp_path / "10", **{"fc.weight": torch.ones(5)}): "cannot be built: IndexError",
+            changed_head(tmp_path / "11", t2d=torch.tensor(True)): "cannot be built: TypeError",
+            changed_head(tmp_path / "12", **{"fc.weight": FC.to(torch.int8)}): "fc.weight has other values",
+            changed_head(tmp_path / "13", **{"fc.weight": FC * torch.nan}): "fc.weight has other values",
+            changed_head(tmp_path / "14", **{"embed_tokens.weight": torch.ones(9, 40)}): "embeddings of 9 tokens",
         }.items()
     ):
         with pytest.raises(ConfigError, match=f"^--speculative: eagle3:model: .*{problem}") as caught:

@@ -113,7 +113,7 @@ class MappedPart(NamedTuple):
 def map_layouts(producer: KVLayout, consumer: KVLayout) -> tuple[MappedPart, ...]:
     """The parts in which a block goes from one engine, or store, to another, by rank, layer and head of the consumer.
     Each head of a layer of each of the consumer's ranks comes in one part; if several of the producer's ranks have it,
-    they take turns. Features go along if both have them.
+    they take turns. Features go along, all of them, if both have as many layers of them.
     Raises IncompatiblePeerError that names what differs or cannot be divided."""
     _check_equal("block_size", producer.block_size, consumer.block_size)
     _check_equal("num_kv_groups", len(producer.groups), len(consumer.groups))
@@ -121,6 +121,8 @@ def map_layouts(producer: KVLayout, consumer: KVLayout) -> tuple[MappedPart, ...
         if group != wanted:
             for field in fields(KVGroupSpec):
                 _check_equal(field.name, getattr(group, field.name), getattr(wanted, field.name))
+    if producer.num_feature_layers != consumer.num_feature_layers:
+        producer, consumer = (replace(each, num_feature_layers=0) for each in (producer, consumer))
     sources, targets = producer.shards, consumer.shards
     copies = sources.count(sources[0])  # of each head
     parts = []

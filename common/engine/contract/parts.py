@@ -44,7 +44,7 @@ def digests_of_rank(
     encoded: bytes, rank: int, num_layers: int, num_heads: int, num_feature_layers: int = 0
 ) -> list[PartDigest]:
     """The digests of the parts that make up a block of so many layers and heads of this rank of the consumer, by layer
-    and head. Empty if they do not. The last layers may be missing if they are of features."""
+    and head. Empty if they do not. The last layers may be missing if they are those of features."""
     if len(encoded) % _PART.size:
         return []
     parts = sorted(part for part in map(PartDigest._make, _PART.iter_unpack(encoded)) if part.consumer_rank == rank)
@@ -56,7 +56,7 @@ def digests_of_rank(
         head += part.num_heads
         if head == num_heads:
             layer, head = layer + run, 0
-    return parts if num_layers - num_feature_layers <= layer <= num_layers and not head else []
+    return parts if layer in (num_layers - num_feature_layers, num_layers) and not head else []
 
 
 def encode_address(address: bytes) -> bytes:

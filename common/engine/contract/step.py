@@ -44,7 +44,7 @@ class NewRequest:
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
     positions: PromptPositions | None = None  # None: the tokens' places
     root: bytes = b""  # of its block hashes, see Request: tenants have different ones
-    extra_keys: Sequence[ExtraKey] = ()  # of its block hashes
+    extra_keys: list[ExtraKey] = field(default_factory=list)  # of its block hashes
 
 
 class PromptLogprobs(NamedTuple):

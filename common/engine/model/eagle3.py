@@ -123,10 +123,16 @@ def load_eagle3(config: ModelConfig, options: Eagle3Options, device_number: int)
     except ModelLoadError as error:
         raise _refused(error.message) from error
     text_config = target_config.get_text_config()
-    layers = _layers_of(raw_config, config.model, text_config)
-    with quiet_transformers():
-        weights = {key: value.to(dtype) if value.is_floating_point() else value for key, value in weights.items()}
-        module = _build(options.model, raw_config, weights, config.model, text_config)
+    try:
+        layers = _layers_of(raw_config, config.model, text_config)
+        with quiet_transformers():
+            weights = {key: value.to(dtype) if value.is_floating_point() else value for key, value in weights.items()}
+            module = _build(options.model, raw_config, weights, config.model, text_config)
+    except ConfigError:
+        raise
+    except Exception as error:  # code over user files, ours and others': any exception means unusable
+        reason = str(error).strip().partition("\n")[0]
+        raise _refused(f"{options.model} cannot be built: {type(error).__name__}: {reason}") from error
     module = module.to(device.torch_device).eval().requires_grad_(False)
     attention = module.midlayer.self_attn
     num_heads, num_kv_heads = (each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj))
@@ -189,17 +195,16 @@ def _build(
     if bool((target_ids < 0).any()) or bool((target_ids >= vocab_size).any()):
         raise _refused(f"{name} proposes tokens outside the vocabulary (d2t)")
     embedding = weights.pop("embed_tokens.weight", None)
+    if embedding is not None and len(embedding) != vocab_size:
+        raise _refused(f"{name} has embeddings of {len(embedding)} tokens, and {model} has {vocab_size}")
     embedding_size = size if embedding is None else embedding.shape[1]
     rope = (raw_config.get("rope_scaling") or raw_config.get("rope_parameters") or {}).get("rope_type", "default")
     if rope not in _ROPES:
         raise _refused(f"{name} has rotary embeddings of type {rope!r}, which is none of {', '.join(sorted(_ROPES))}")
-    try:
-        config = LlamaConfig.from_dict(raw_config, attn_implementation=ATTENTION_NAME)
-        with torch.device("meta"):
-            module = Eagle3Head(config, fc.shape[1], embedding_size, draft_size)
-        module.rotary_emb = LlamaRotaryEmbedding(config)  # which reads nothing, and stays float32
-    except Exception as error:  # third-party code over user files: any exception means unusable
-        raise _refused(f"{name} cannot be built: {str(error).strip().splitlines()[0]}") from error
+    config = LlamaConfig.from_dict(raw_config, attn_implementation=ATTENTION_NAME)
+    with torch.device("meta"):
+        module = Eagle3Head(config, fc.shape[1], embedding_size, draft_size)
+    module.rotary_emb = LlamaRotaryEmbedding(config)  # which reads nothing, and stays float32
     _check_shapes(name, {key: value.shape for key, value in module.state_dict().items()}, weights)
     module.load_state_dict(weights, assign=True)
     if embedding is not None:
@@ -216,6 +221,8 @@ def _check_shapes(name: str, shapes: Mapping[str, torch.Size], weights: Mapping[
     for key, shape in shapes.items():
         if weights[key].shape != shape:
             raise _refused(f"{name}: {key} is {list(weights[key].shape)}, and by the configuration {list(shape)}")
+        if not weights[key].is_floating_point() or not bool(weights[key].isfinite().all()):
+            raise _refused(f"{name}: {key} has other values than finite floating-point numbers")
 
 
 def _refused(reason: str) -> ConfigError:

@@ -38,12 +38,12 @@ class Request:
     """A live generation. Tokens are appended here; block tables belong to the KVCacheManager."""
 
     __slots__ = (
-        "extra_keys",
         "acceptance",
         "added_at",
         "awaits_handoff",
         "awaits_mask",
         "block_hashes",
+        "extra_keys",
         "finish_reason",
         "grammar",
         "is_in_batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -185,6 +186,17 @@ def test_verify_names_what_is_wrong_and_deletes_it_if_asked(tmp_path, content, s
     assert capsys.readouterr().out.endswith("; corrupt: 1, deleted: 1\n")
     assert kv("verify", directory) == 0
     assert {Path(name).stem for name in directory.names()} == {key(1).hex()}
+
+
+def test_verify_leaves_blocks_of_other_versions_alone(tmp_path, capsys):
+    """Their pods may still run."""
+    directory = Directory(tmp_path)
+    fill(directory, 1, 2)
+    ours, theirs = tmp_path / MODEL.namespace, tmp_path / MODEL.namespace.replace("v3-", "v2-")
+    shutil.copytree(ours, theirs)
+    assert kv("verify", directory, "--delete-corrupt") == 0
+    assert capsys.readouterr().out.endswith("; corrupt: 0, deleted: 0; in another version's format, not checked: 2\n")
+    assert len(directory.names()) == 4
 
 
 def test_verify_on_every_medium(medium, capsys):

@@ -55,7 +55,7 @@ def test_what_is_written_can_be_read_and_nothing_else():
 def test_a_write_that_fails_leaves_no_block():
     pool = open_pool(1)
     with pytest.raises(ValueError, match="broadcast"):
-        pool.write([key(1)], [frame(1, num_bytes=FRAME_BYTES - 1)])
+        pool.write([key(1)], [frame(1, num_bytes=FRAME_BYTES + 1)])
     assert kept(pool, 1) == [False]
     assert pool.check_integrity() == []
 

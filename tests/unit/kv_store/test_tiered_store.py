@@ -101,11 +101,15 @@ def test_what_was_read_below_is_above_afterwards(rig):
 
 
 @pytest.mark.parametrize("num_bytes", [0, FRAME_BYTES - 1, FRAME_BYTES + 1])
-def test_a_frame_of_another_size_is_reported_and_not_kept_above(rig, num_bytes):
-    rig.lower.write(keys(1, 2), [memoryview(bytes(num_bytes)), *frames(2)])
-    buffers = [memoryview(bytearray(FRAME_BYTES)) for _ in range(2)]
-    assert rig.tiers.read_into(keys(1, 2), buffers) == [num_bytes, FRAME_BYTES]
-    assert rig.upper.touch(keys(1, 2)) == [False, True]
+def test_a_frame_of_another_size_is_kept_above_as_far_as_it_fits(rig, num_bytes):
+    rig.upper.write(keys(7, 8, 9, 10), frames(7, 8, 9, 10))  # so that places hold something
+    rig.lower.write(keys(1, 2), [memoryview(bytes([5]) * num_bytes), *frames(2)])
+    for _ in range(2):
+        buffers = [memoryview(bytearray(FRAME_BYTES)) for _ in range(2)]
+        assert rig.tiers.read_into(keys(1, 2), buffers) == [num_bytes, FRAME_BYTES]
+        assert buffers[0] == bytes([5]) * min(num_bytes, FRAME_BYTES) + bytes(max(0, FRAME_BYTES - num_bytes))
+    assert rig.upper.touch(keys(1, 2)) == [True, True]
+    assert len([kind for kind, _ in rig.lower.batches if kind == "read_into"]) == 1
 
 
 def test_a_frame_that_did_not_fit_is_not_kept_above(rig):

@@ -35,11 +35,12 @@ def test_layers_of_several_stages():
 
 def test_only_features_may_be_missing():
     encoded = encode_digests([of_heads(0, 0, 1, A), of_heads(0, 1, 1, B)])
-    for num_layers, is_whole in ((3, True), (4, True), (5, True), (6, False)):
+    for num_layers, is_whole in ((3, True), (4, False), (5, True), (6, False)):
         assert bool(digests_of_rank(encoded, 0, num_layers, 2, num_feature_layers=2)) == is_whole
-    with_one = encode_digests([PartDigest(0, 0, 4, 0, 2, A)])
-    assert digests_of_rank(with_one, 0, 5, 2, num_feature_layers=2)
-    assert not digests_of_rank(with_one, 0, 3, 2, num_feature_layers=0)
+    with_some = encode_digests([PartDigest(0, 0, 4, 0, 2, A)])
+    assert digests_of_rank(with_some, 0, 4, 2, num_feature_layers=1)
+    assert not digests_of_rank(with_some, 0, 5, 2, num_feature_layers=2)
+    assert not digests_of_rank(with_some, 0, 3, 2, num_feature_layers=0)
 
 
 @pytest.mark.parametrize(

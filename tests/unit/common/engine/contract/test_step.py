@@ -15,14 +15,24 @@ from common.engine.contract.step import (
     outcomes_of,
 )
 from common.engine.kv_connector import BlockTransfer, ConnectorFacts, Destination, TransferResult
-from common.types import BlockHash, Constraint, Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
+from common.types import (
+    BlockHash,
+    Constraint,
+    ExtraKey,
+    Logprobs,
+    PromptPositions,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+)
 
 A, B = RequestId("a"), RequestId("b")
 SAMPLING = SamplingParams(temperature=0.5, seed=3, logit_bias={4: 1.0}, structured_outputs=Constraint.regex("x"))
 TOKEN = SampledToken(7, Logprobs(-0.5, [(7, -0.5), (8, -1.0)], 1))
+KEYS = [ExtraKey(0, 1, b"image")]
 POSITIONS = PromptPositions.of([[0, 1], [0, 0]])
 STEP = SchedulerOutput(
-    new_requests=[NewRequest(A, [1, 2, 3], 2, SAMPLING, [[4, 5], [0, 6]], 1, True, POSITIONS)],
+    new_requests=[NewRequest(A, [1, 2, 3], 2, SAMPLING, [[4, 5], [0, 6]], 1, True, POSITIONS, b"root", KEYS)],
     new_block_ids={B: [[6]]},
     num_scheduled_tokens={A: 2, B: 1},
     total_num_scheduled_tokens=3,
