@@ -58,7 +58,7 @@ class HostPool:
         self.keep(keys, frames, list(map(len, frames)))
 
     def keep(self, keys: Sequence[BlockHash], frames: Sequence[Buffer], sizes: Sequence[int]) -> None:
-        """As `write`, for frames as `read_into` answers with them: of these sizes, and cut off where they did not
+        """The same as `write`, for frames as `read_into` answers with them: of these sizes, cut off where they did not
         fit."""
         for key, frame, size in zip(keys, frames, sizes, strict=True):
             self._write_one(key, frame, size)

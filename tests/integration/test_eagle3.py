@@ -206,13 +206,16 @@ def test_features_travel_with_a_handoff(pods: Pods, seen: Seen, executor: str, d
 
 
 @pytest.mark.parametrize("of_producer", [None, tiny_head_dir(LLAMA, seed=1), tiny_head_dir(LLAMA, has_embedding=False)])
-def test_drafts_after_a_handoff_without_features(pods: Pods, seen: Seen, of_producer: Path | None) -> None:
+def test_drafts_after_a_handoff_without_features(
+    pods: Pods, seen: Seen, of_producer: Path | None, caplog: pytest.LogCaptureFixture
+) -> None:
     """The producer has no head, or another, of the same size or not: the consumer's sees what is computed there."""
     consumer = pods.open(HEAD)
     hand_over(pods.open(of_producer, setting="for_heads"), consumer)
     assert {len(tokens) - start > 1 for tokens, _, start in seen.drafts} == {True}
     assert {start for *_, start in seen.drafts} <= {0, *STARTS}
     assert consumer.stats().drafts.num_unseen >= sum(HANDED_OVER[1:])
+    assert caplog.text.count("the head does without") == 1
     seen.compare(HEAD)
 
 

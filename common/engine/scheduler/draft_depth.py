@@ -127,7 +127,7 @@ class _Weighed(NamedTuple):
 
     @property
     def first_s(self) -> float:
-        """What the first draft of a step costs more than others."""
+        """Seconds that the first draft of a step costs more than others."""
         return self.drafting_s - self.plain_s
 
 

@@ -10,6 +10,7 @@ model has, the head computes these places again.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from common.engine.worker.draft_model import Drafted, DraftModel
 from common.engine.worker.features import Features, Tagger
 from common.engine.worker.model_runner import ModelRunner
 from common.types import BlockHash
+
+logger = logging.getLogger(__name__)
 
 
 class HeadRunner(ModelRunner):
@@ -57,6 +60,7 @@ class Head(DraftModel):
         """`tagger` is told of steps and `runner` is the head's, see HeadRunner. `limits`: see DraftModel."""
         self._tagger = tagger
         self._num_unseen = 0
+        self._has_warned = False
         self._max_rows = depth + 1  # as many as the model may have computed since the last drafts
         super().__init__(runner, *limits)
 
@@ -68,7 +72,16 @@ class Head(DraftModel):
     def _introduce(self, new: NewRequest) -> Drafted:
         tagged = self._tagger.requests[new.request_id]
         first = tagged.first
-        self._num_unseen += min(first * self._block_size, len(new.token_ids))
+        num_unseen = min(first * self._block_size, len(new.token_ids))
+        self._num_unseen += num_unseen
+        if num_unseen and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the head does without %d tokens of request %s, as the pod that computed them, or later ones, has not "
+                "this head; further ones are counted in baton_pod_head_unseen_tokens_total",
+                num_unseen,
+                new.request_id,
+            )
         block_ids, shift = new.block_ids[0][first:], first * self._block_size + 1
         return Drafted(BlockHash(new.root), block_ids, 0, shift=shift, first=first, hashes=tagged.hashes)
 
