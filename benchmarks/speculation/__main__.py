@@ -15,7 +15,7 @@
 The models have random weights; but for `random`, a logits processor has them give the answers, on all sides, so that
 what repeats is what repeats in real texts; on a GPU, no step begins before the one before it is over then. Only
 decoding is measured: from the first token to the last. Ratios are of figures of the same turn; medians over
-`--repeats`, each with other texts. The tokens of the sides must be the same.
+`--repeats`, each with other texts. The tokens of the sides must be the texts'.
 """
 
 from __future__ import annotations
@@ -157,9 +157,8 @@ def turns_of(sides: dict[str, Engine], batches: Sequence[Sequence[Text]], num_to
     for repeat, texts in enumerate(batches):
         names = list(sides) if repeat % 2 else list(reversed(sides))
         runs = {name: sides[name].run(texts, num_tokens) for name in names}
-        has_answers = all(side.has_answers for side in sides.values())
-        expected = [text.answer[:num_tokens] for text in texts] if has_answers else runs[OFF].tokens
-        if any(run.tokens != expected for run in runs.values()):
+        expected = [text.answer[:num_tokens] for text in texts]
+        if any(sides[name].has_answers and run.tokens != expected for name, run in runs.items()):
             raise RuntimeError("tokens differ from the answers")
         turns.append(runs)
     return turns[1:]

@@ -405,7 +405,7 @@ class Worker:
             max_model_len=target.max_model_len,
         )
         if not self._config.model.enforce_eager:
-            runner.record_decodes(scheduler.max_num_seqs)
+            runner.record_decodes(self._max_num_decodes)
         limits = (num_blocks, block_size, loaded.max_model_len, scheduler.max_num_batched_tokens)
         if features is None or self._head is None:
             model = DraftModel(runner, *limits)
