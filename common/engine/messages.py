@@ -353,7 +353,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         layout = self.layout
         if layout.num_ranks == 1:
             return self.bytes_per_block
-        num_layers = len(layout.groups[0].layers)
+        num_layers = layout.num_layers
         of_rank = max(layout.layers_by_stage, default=num_layers) * len(layout.heads_by_rank[0])
         return self.bytes_per_block // of_rank * num_layers * layout.num_kv_heads
 

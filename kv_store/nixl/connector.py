@@ -129,7 +129,7 @@ class NixlWorkerConnector:
             layout=layout,
             region=region,
         )
-        whole_bytes = layout.num_kv_heads * len(layout.groups[0].layers) * block.payload_bytes
+        whole_bytes = layout.num_kv_heads * layout.num_layers * block.payload_bytes
         return ConnectorFacts(
             is_direct=True,
             address=encode_address(address.encode()),

@@ -89,8 +89,10 @@ def test_shared_prefix(name: str, llm: LLM, prompts: list[list[int]]) -> None:
 
 def test_preempted(name: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
     """The KV cache holds the longest request, and two others now and then."""
+    num_groups = 3 if name in ("gemma2", "gemma3", "gpt_oss") else 1
     for caching in (True, False):
-        with make_llm(name, num_blocks=14, enable_prefix_caching=caching) as llm:
+        with make_llm(name, num_blocks=1 + 13 * num_groups, enable_prefix_caching=caching) as llm:
+            assert len(llm.spec.layout.groups) == num_groups
             assert generate(llm, prompts) == expected
             assert llm._client.stats().num_preemptions > 0
 

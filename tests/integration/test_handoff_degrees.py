@@ -21,7 +21,6 @@ from common.engine.executor.fake import TWO_GROUPS, FakeExecutor, expected_token
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
 from common.types import SamplingParams
 from kv_store.registry import create_connector
-from tests.integration import window_groups
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, check_integrity, generate
 from tests.redis_server import RedisServer, running_redis
 from tests.tiny_models import (
@@ -154,14 +153,12 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KVConnectorConf
     return KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
 
 
-def config_of(
-    connector: KVConnectorConfig, num_ranks: int, model: str = "", num_stages: int = 1, executor: str = "inproc"
-) -> EngineConfig:
+def config_of(connector: KVConnectorConfig, num_ranks: int, model: str = "", num_stages: int = 1) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=model, dtype="float32", max_model_len=256),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=128),
         scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
-        parallel=ParallelConfig(executor=executor, tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages),
         connector=connector,
     )
 
@@ -237,10 +234,7 @@ def test_window_groups_over_stages(connector: KVConnectorConfig, tmp_path: Path)
     """Alone, and from two stages to one and back."""
     directory = tmp_path / "model"
     random_model(tiny_config("Gemma2Config", **FOUR_LAYERS)).save_pretrained(directory)
-    first, second = (
-        InprocClient(config_of(connector, 1, str(directory), num_stages, f"{window_groups.__name__}:create_executor"))
-        for num_stages in (1, 2)
-    )
+    first, second = (InprocClient(config_of(connector, 1, str(directory), num_stages)) for num_stages in (1, 2))
     prompts = [[prompt_of(length, seed=seed) for length in LENGTHS] for seed in range(3)]
     with first, second:
         assert [len(engine.spec.layout.groups) for engine in (first, second)] == [2, 2]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
     """Layers that share a block table, as they read the same tokens. Blocks of all groups have one shape and come from
-    one pool: in a block of the KV cache, layer i is that of `layers[i]` of the block's group."""
+    one pool: in a block of the KV cache, layer i is that of `layers[i]` of the block's group. What a group with fewer
+    layers than others leaves of its blocks is zero."""
 
     layers: tuple[int, ...]  # of the model
     num_kv_heads: int

@@ -32,6 +32,11 @@ class KVLayout:
     num_feature_layers: int = 0  # after a block's last layer: room for what a head takes, see Features
 
     @property
+    def num_layers(self) -> int:
+        """Layers of KV in a block. The last are not used by groups that have fewer."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
     def of_store(self) -> KVLayout:
         """The same KV in a store."""
         return replace(self, tensor_parallel_size=1, layers_by_stage=())
@@ -50,7 +55,7 @@ class KVLayout:
 
     @property
     def _runs_of_layers(self) -> list[range]:
-        num_layers = len(self.groups[0].layers)
+        num_layers = self.num_layers
         counts = self.layers_by_stage or (num_layers,)
         if min(counts) < 1 or sum(counts) != num_layers or len(counts) * self.tensor_parallel_size > MAX_RANKS:
             problem = f"layers_by_stage: {num_layers} layers cannot be divided into stages of {list(counts)}"

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from common.engine.devices.attention import AttentionMetadata
+from common.engine.devices.attention import AttentionMetadata, GroupTables
 
 
 class DecodeInputs(NamedTuple):
@@ -35,6 +35,7 @@ class DecodeLimits(NamedTuple):
     block_size: int
     token_shape: tuple[int, ...] = ()  # of each of DecodeInputs.tokens
     token_dtype: torch.dtype = torch.int64
+    num_groups: int = 1  # of KV
 
 
 class RecordedDecodes(Protocol):
@@ -51,20 +52,27 @@ class FixedInputs:
     def __init__(self, most: int, limits: DecodeLimits, device: torch.device) -> None:
         self.tokens = torch.zeros((most, *limits.token_shape), dtype=limits.token_dtype, device=device)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self.slots = torch.full((most,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(most, dtype=torch.int64, device=device)
         width = -(-(limits.max_model_len + 1) // limits.block_size)
-        self.block_tables = torch.zeros((most, width), dtype=torch.int64, device=device)
+        self.groups = [
+            GroupTables(
+                torch.zeros((most, width), dtype=torch.int64, device=device),
+                torch.full((most,), -1, dtype=torch.int64, device=device),
+            )
+            for _ in range(limits.num_groups)
+        ]
 
     def first(self, size: int, seq_lens: Sequence[int], *, has_drafts: bool = False) -> DecodeInputs:
         """The inputs of the first `size` decodes, which have at most `seq_lens` tokens."""
+        (block_tables, slots), *others = [GroupTables(*(each[:size] for each in group)) for group in self.groups]
         metadata = AttentionMetadata(
             num_decodes=size,
             query_start=list(range(size + 1)),
             seq_lens=list(seq_lens),
             seq_lens_tensor=self.seq_lens[:size],
-            block_tables=self.block_tables[:size],
-            slot_mapping=self.slots[:size],
+            block_tables=block_tables,
+            slot_mapping=slots,
             has_drafts=has_drafts,
+            other_groups=others,
         )
         return DecodeInputs(self.tokens[:size], self.positions[:size], metadata)

@@ -71,7 +71,7 @@ class FakeWorker:
         shards = layout.shards
         layers, heads = np.array(shards[rank].layers), np.array(shards[rank].heads)
         self._places = layers[:, None] * layout.num_kv_heads + heads  # [layers, heads], of all
-        self._num_places = len(layout.groups[0].layers) * layout.num_kv_heads
+        self._num_places = layout.num_layers * layout.num_kv_heads
         self._adds = shards.index(shards[rank]) == rank  # of ranks with the same head, the first counts
         self._slots: npt.NDArray[np.float32] = np.empty((0, 0, 2, 0, self._block_size), dtype=np.float32)
 

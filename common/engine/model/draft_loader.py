@@ -6,6 +6,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from common.engine.config import ModelConfig
+from common.engine.model.kv_groups import all_in_one
 from common.engine.model.loader import LoadedModel, load_model, model_directory, vocabulary_size
 from common.engine.speculative import DraftModelOptions
 from common.errors import ConfigError, ModelLoadError
@@ -28,7 +29,7 @@ def load_draft_model(config: ModelConfig, options: DraftModelOptions, device_num
         raise _refused(f"{options.model} has a vocabulary of {draft_size} tokens, and {config.model} one of {size}")
     _compare_tokenizers(own, config)
     try:
-        loaded = load_model(own, device_number)
+        loaded = load_model(own, device_number, all_in_one)  # its KV is under the model's own block ids
     except ModelLoadError as error:
         raise _refused(error.message) from error
     if loaded.position_dims > 1:

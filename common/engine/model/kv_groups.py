@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.devices.attention import KVSpec
 from common.engine.model.stages import refused
 
+_NEARLY_EQUAL = 1.5  # times as many layers of one kind as of another
+_MOST_OF_A_KIND = 8  # groups: each has a block table, which is packed in each step
+
 GroupLayers = Callable[[KVSpec, Sequence[int | None]], tuple[KVGroupSpec, ...]]
-"""Puts each layer of a model into a group, the same number of layers into each; given what a layer caches, and the
-window of each layer. Fused decoders take one group only."""
+"""Puts each layer of a model into a group; given what a layer caches, and the window of each layer."""
 
 
 def all_in_one(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec, ...]:
@@ -19,10 +22,30 @@ def all_in_one(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec
     return (KVGroupSpec(tuple(range(len(windows))), spec.num_kv_heads, spec.head_dim, spec.value_head_dim, dtype),)
 
 
+def by_window(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec, ...]:
+    """Groups of layers with the same window; those without one come first, as what is known of a prompt elsewhere, by
+    routers and draft models, is that of the first group. A group has as many layers as there are of the rarer kind, so
+    that blocks of long texts, of which all are kept where there is no window, are small; as many as of the other kind
+    if that is nearly the same. What remains of a kind is a group with fewer."""
+    (whole,) = all_in_one(spec, windows)
+    layers: dict[int | None, list[int]] = {}
+    for layer, window in sorted(enumerate(windows), key=lambda each: each[1] is not None):
+        layers.setdefault(window, []).append(layer)
+    least, most = min(map(len, layers.values())), max(map(len, layers.values()))
+    size = most if most < _NEARLY_EQUAL * least else max(least, -(-most // _MOST_OF_A_KIND))
+    return tuple(
+        replace(whole, layers=tuple(own[start : start + size]), window=window, kind="window" if window else "full")
+        for window, own in layers.items()
+        for start in range(0, len(own), size)
+    )
+
+
 def share_blocks(groups: Sequence[KVGroupSpec], runs: Sequence[range]) -> tuple[int, ...]:
     """How many layers of each block are in each run of the model's layers. Raises ConfigError if that depends on the
-    block's group."""
+    block's group, unless there is one run."""
     first, *others = [tuple(sum(layer in run for layer in group.layers) for run in runs) for group in groups]
+    if len(runs) == 1:
+        return max([first, *others])
     for other in others:
         if other != first:
             raise refused(f"the stages have {list(first)} layers of one KV group, and {list(other)} of another")

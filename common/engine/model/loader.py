@@ -27,7 +27,7 @@ from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
-from common.engine.model.kv_groups import GroupLayers, all_in_one, share_blocks
+from common.engine.model.kv_groups import GroupLayers, all_in_one, by_window, share_blocks
 from common.engine.model.parallel_plan import Place, heads_of, refused
 from common.engine.model.probe import ProbedModel, probe_model
 from common.engine.model.rank_loader import load_rank, outline_of
@@ -80,7 +80,7 @@ class LoadedModel:
 def load_model(
     config: ModelConfig,
     device_number: int = 0,
-    group_layers: GroupLayers = all_in_one,
+    group_layers: GroupLayers = by_window,
     ranks: Ranks = _ONE_RANK,
     experts: ExpertRanks | None = None,
     links: StageLinks = _ONE_STAGE,
@@ -103,14 +103,11 @@ def load_model(
         reason = f"with 1 or 2 ranks, but there are {ranks.size} that do not share memory"
         raise ConfigError.of("batch_invariant", reason)
     with quiet_transformers():
-        found = _load_and_probe(
-            _Source(directory, weight_files, config, device, quantized, ranks, experts, links), group_layers
-        )
+        found = _load_and_probe(_Source(directory, weight_files, config, device, quantized, ranks, experts, links))
     model, stage, probed = found.model, found.stage, found.probed
     if quantized is not None or is_cut:  # else weights that were given up are of mapped files
         _return_freed_memory()
-    kv_groups = _group(probed, links, group_layers)
-    layers_by_stage = share_blocks(kv_groups, stage.runs)
+    kv_groups, layers_by_stage = _group(found, links, group_layers)
     if ranks.size > 1:
         kv_groups = _of_all_ranks(kv_groups, model, probed, ranks.size)
     text_config = model.config.get_text_config()
@@ -306,13 +303,11 @@ class _Probed(NamedTuple):
     kernels_failed: bool
 
 
-def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
+def _load_and_probe(source: _Source) -> _Probed:
     device, batch_invariant = source.device, source.config.batch_invariant
     model, stage = _load(source)
     operators = device.operators()
     probed = probe_model(model, stage) if operators is not None and can_fuse(model, operators, stage) else None
-    if probed is not None and len(_group(probed, source.links, group_layers)) > 1:
-        probed = None  # a fused decoder takes one block table
     if batch_invariant and probed is None:
         raise ConfigError.of("batch_invariant", "only with compiled kernels, for models of the Llama kind")
     failed = False
@@ -350,9 +345,20 @@ def _load_and_probe(source: _Source, group_layers: GroupLayers) -> _Probed:
     return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed)
 
 
-def _group(probed: ProbedModel, links: StageLinks, group_layers: GroupLayers) -> tuple[KVGroupSpec, ...]:
-    """The groups of the layers of all stages."""
-    return group_layers(probed.spec, links.join([args.sliding_window for args in probed.attention_args]))
+def _group(
+    found: _Probed, links: StageLinks, group_layers: GroupLayers
+) -> tuple[tuple[KVGroupSpec, ...], tuple[int, ...]]:
+    """The groups of the layers of all stages, and how many layers of a block each stage has. One group if the model is
+    fused, as a fused decoder takes one block table, or if stages have different shares of the groups' blocks."""
+    spec, windows = found.probed.spec, links.join([args.sliding_window for args in found.probed.attention_args])
+    groups = group_layers(spec, windows)
+    if len(groups) == 1 or found.decoder is None:
+        try:
+            return groups, share_blocks(groups, found.stage.runs)
+        except ConfigError as error:
+            logger.info("blocks of this model are kept beyond its windows: %s", error.message)
+    groups = all_in_one(spec, windows)
+    return groups, share_blocks(groups, found.stage.runs)
 
 
 def _warn_of_kernels(error: Exception) -> None:

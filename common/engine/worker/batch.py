@@ -46,8 +46,12 @@ class BatchPacker:
     Most steps compute the next token of the same requests as the step before: only positions and block tables change.
     """
 
-    def __init__(self, table: RequestTable, block_size: int, memory: Memory) -> None:
+    def __init__(
+        self, table: RequestTable, block_size: int, memory: Memory, windows: Sequence[int | None] = (None,)
+    ) -> None:
+        """`windows`: of each KV group. What has fallen out of one is another request's by now."""
         self._table = table
+        self._windows = windows
         self._block_size = block_size
         self._memory = memory
         self._last: _Layout | None = None
@@ -73,8 +77,13 @@ class BatchPacker:
         max_blocks = -(-max(layout.seq_lens) // block_size)
         token_positions = positions if table.position_dims == 1 else table.positions(token_rows, positions)
         arrays = [table.token_ids[token_rows, positions], token_positions, layout.wanted, layout.ends]
-        for block_table, own_ids in zip(table.block_tables, block_ids, strict=True):
-            arrays += [block_table[rows, :max_blocks], own_ids * block_size + offsets]
+        for block_table, own_ids, window in zip(table.block_tables, block_ids, self._windows, strict=True):
+            own_table = block_table[rows, :max_blocks]
+            if window is not None:
+                first_queries = positions[layout.query_start[:-1]]
+                num_fallen = np.maximum(first_queries - (window - 1), 0) // block_size
+                own_table[np.arange(max_blocks) < num_fallen[:, None]] = 0
+            arrays += [own_table, own_ids * block_size + offsets]
         input_ids, positions_tensor, logits_index, seq_lens, block_tables, slots, *others = self._memory.upload(arrays)
         # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
         opened = (offsets == 0).nonzero()[0]

@@ -99,7 +99,17 @@ class ModelRunner:
             processors=processors,
         )
         self._proposer = proposer
-        self._packer = BatchPacker(self._table, self._block_size, self._memory)
+        windows = [group.window for group in loaded.kv_groups]
+        self._packer = BatchPacker(self._table, self._block_size, self._memory, windows)
+        # Layers of blocks that a group does not use; those of features are of the first.
+        num_layers = loaded.kv_spec.num_layers
+        unused = [
+            slice(min(len(group.layers), num_layers), None if number else num_layers)
+            for number, group in enumerate(loaded.kv_groups)
+        ]
+        self._unused = [
+            (number, layers) for number, layers in enumerate(unused) if len(range(kv_cache.shape[1])[layers])
+        ]
 
     def update_requests(self, step: SchedulerOutput) -> None:
         """Removes dropped requests and takes note of new blocks. Called for each step, before `run`."""
@@ -108,6 +118,8 @@ class ModelRunner:
         if self._proposer is not None and step.forgets_outputs:
             self._proposer.reset()
         self._table.update(step)
+        for group, layers in self._unused:
+            self._clear_unused(group, layers, step)
 
     @property
     def block_tables(self) -> dict[RequestId, list[list[int]]]:
@@ -303,11 +315,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_decodes(self, max_num_decodes: int) -> None:
-        """Records steps of up to so many decodes, if device and model allow it. Their inputs have places for one KV
-        group's tables."""
-        if self._loaded.position_dims > 1 or len(self._attentions) > 1:
+        """Records steps of up to so many decodes, if device and model allow it."""
+        if self._loaded.position_dims > 1:
             return
-        limits = DecodeLimits(max_num_decodes, self.max_model_len, self._block_size)
+        num_groups = len(self._attentions)
+        limits = DecodeLimits(max_num_decodes, self.max_model_len, self._block_size, num_groups=num_groups)
         if not self._stage.is_first:
             limits = limits._replace(token_shape=(self._stage.hidden_size,), token_dtype=self._passed_dtype)
         try:
@@ -411,6 +423,15 @@ class ModelRunner:
         """Zeroes blocks that will be partly empty: the attention masks values of an earlier owner, but a NaN would
         survive the mask."""
         self._kv_cache[torch.tensor(block_ids, device=self._kv_cache.device)] = 0
+
+    def _clear_unused(self, group: int, layers: slice, step: SchedulerOutput) -> None:
+        """Zeroes what a group leaves of the blocks that it gets, so that they are the same wherever they are computed,
+        and take nothing of others along."""
+        got = [new.block_ids[group][new.num_computed_tokens // self._block_size :] for new in step.new_requests]
+        got += [block_ids[group] for block_ids in step.new_block_ids.values()]
+        if any(got):
+            ids = torch.tensor([each for block_ids in got for each in block_ids], device=self._kv_cache.device)
+            self._kv_cache[ids, layers] = 0
 
     def profile(self, num_tokens: int, sampling: SamplingParams = _DRAWN) -> None:
         """Runs a step of one prompt of `num_tokens` tokens, to measure time or memory, or so that kernels are compiled.

@@ -36,7 +36,7 @@ from common.engine.model.eagle3 import load_eagle3
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.heads import LoadedHead
-from common.engine.model.kv_groups import GroupLayers, all_in_one
+from common.engine.model.kv_groups import GroupLayers, by_window
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.model.mtp import load_mtp
 from common.engine.model.stage_links import OneStage, StageLinks
@@ -106,7 +106,7 @@ class Worker:
         ranks: Ranks = _ONE_RANK,
         links: StageLinks = _ONE_STAGE,
         *,
-        group_layers: GroupLayers = all_in_one,
+        group_layers: GroupLayers = by_window,
         experts: ExpertRanks | None = None,
     ) -> None:
         """`experts`: among which experts are cut whole; None: each is cut as any layer."""
@@ -154,7 +154,7 @@ class Worker:
             raise ConfigError.of("speculative", reason)
         if (self._draft_loaded or self._head) is not None and loaded.kv_groups[0].kind != "full":
             name = "draft" if self._head is None else "heads"
-            reason = f"{name}: not for a model whose first KV group keeps a window of tokens only"
+            reason = f"{name}: not for a model all of whose layers attend to a window of tokens"
             raise ConfigError.of("speculative", reason)
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")

@@ -85,23 +85,24 @@ class DecodeGraphs:
         has_ids = inputs.tokens.dim() == 1
         if not has_ids:  # what other places hold is not attended to
             fixed.tokens[:num_decodes].copy_(inputs.tokens)
-        stage_decodes_kernel[(size,)](
-            inputs.tokens,
-            inputs.positions,
-            attention.slot_mapping,
-            attention.seq_lens_tensor,
-            attention.block_tables,
-            fixed.tokens,
-            fixed.positions,
-            fixed.slots,
-            fixed.seq_lens,
-            fixed.block_tables,
-            num_decodes,
-            attention.block_tables.shape[1],
-            fixed.block_tables.shape[1],
-            BLOCKS=_BLOCKS_PER_COPY,
-            HAS_IDS=has_ids,
-        )
+        for own, place in zip(attention.by_group(), fixed.groups, strict=True):
+            stage_decodes_kernel[(size,)](
+                inputs.tokens,
+                inputs.positions,
+                own.slot_mapping,
+                own.seq_lens_tensor,
+                own.block_tables,
+                fixed.tokens,
+                fixed.positions,
+                place.slot_mapping,
+                fixed.seq_lens,
+                place.block_tables,
+                num_decodes,
+                own.block_tables.shape[1],
+                place.block_tables.shape[1],
+                BLOCKS=_BLOCKS_PER_COPY,
+                HAS_IDS=has_ids,
+            )
 
 
 def graph_sizes(max_num_decodes: int) -> list[int]:

@@ -8,13 +8,13 @@ from common.engine.config import EngineConfig
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.executor.multiproc.rendezvous import GRACE_S, open_rendezvous
 from common.engine.model.expert_parallel import ExpertRanks
-from common.engine.model.kv_groups import GroupLayers, all_in_one
+from common.engine.model.kv_groups import GroupLayers, by_window
 from common.engine.model.ranks import GlooRanks
 from common.engine.model.stage_links import GlooStageLinks, OneStage, StageLinks
 from common.engine.worker.worker import Worker
 
 
-def create_worker(config: EngineConfig, rank: int, rendezvous: str, group_layers: GroupLayers = all_in_one) -> Worker:
+def create_worker(config: EngineConfig, rank: int, rendezvous: str, group_layers: GroupLayers = by_window) -> Worker:
     """See RankWorkerFactory."""
     parallel = config.parallel
     num_stages, size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size

@@ -54,7 +54,8 @@ def test_what_models_cache(name):
     loaded = load_model(ModelConfig(model=str(tiny_model_dir(name)), cpu_kernels="reference"))
     spec = loaded.kv_spec
     config = loaded.model.config
-    assert spec.num_layers == config.num_hidden_layers == len(loaded.attention_modules)
+    assert config.num_hidden_layers == len(loaded.attention_modules) == sum(len(g.layers) for g in loaded.kv_groups)
+    assert spec.num_layers == max(len(group.layers) for group in loaded.kv_groups)
     assert (loaded.vocab_size, loaded.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
     assert (loaded.dtype, spec.dtype) == (torch.float32, torch.float32)
     if name == "deepseek_v3":

@@ -16,10 +16,11 @@ class Driver:
     def __init__(self, worker, block_size=BLOCK_SIZE):
         self.worker = worker
         self.block_size = block_size
+        self.num_groups = len(getattr(worker, "stages", [worker])[0]._runner.table.block_tables)
         self.free = list(range(1, NUM_BLOCKS))
         random.Random(7).shuffle(self.free)
         self.tokens = {}
-        self.blocks = {}
+        self.blocks = {}  # of each KV group
         self.computed = {}
         self.outputs = {}
         self.dropped = []
@@ -29,29 +30,30 @@ class Driver:
         request_id = RequestId(name)
         self.tokens[request_id] = [*prompt, *output]
         self.computed[request_id] = 0
-        self.blocks[request_id] = []
+        self.blocks[request_id] = [[] for _ in range(self.num_groups)]
         self.outputs.setdefault(request_id, list(output))
         self.new.append((request_id, len(prompt), sampling))
         return request_id
 
     def drop(self, request_id):
         self.dropped.append(request_id)
-        self.free.extend(self.blocks.pop(request_id))
+        self.free.extend(block_id for blocks in self.blocks.pop(request_id) for block_id in blocks)
         del self.computed[request_id]
 
     def step(self, scheduled):
         fresh = {}
         for request_id, count in scheduled.items():
-            table = self.blocks[request_id]
-            missing = -(-(self.computed[request_id] + count) // self.block_size) - len(table)
-            fresh[request_id] = [self.free.pop(0) for _ in range(missing)]
-            table.extend(fresh[request_id])
+            tables = self.blocks[request_id]
+            missing = -(-(self.computed[request_id] + count) // self.block_size) - len(tables[0])
+            fresh[request_id] = [[self.free.pop(0) for _ in range(missing)] for _ in tables]
+            for table, added in zip(tables, fresh[request_id], strict=True):
+                table.extend(added)
         new_ids = {request_id for request_id, _, _ in self.new}
         new = [
-            NewRequest(r, self.tokens[r], num_prompt, sampling, [self.blocks[r]], self.computed[r])
+            NewRequest(r, self.tokens[r], num_prompt, sampling, self.blocks[r], self.computed[r])
             for r, num_prompt, sampling in self.new
         ]
-        added = {r: [blocks] for r, blocks in fresh.items() if blocks and r not in new_ids}
+        added = {r: blocks for r, blocks in fresh.items() if blocks[0] and r not in new_ids}
         result = self.worker.execute(SchedulerOutput(new, added, scheduled, sum(scheduled.values()), self.dropped))
         self.new, self.dropped = [], []
         for request_id, count in scheduled.items():

@@ -1,9 +1,11 @@
 """Decode steps through recorded work, with a recorder that runs it again on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from common.engine.devices.attention import AttentionMetadata
+from common.engine.devices.attention import AttentionMetadata, GroupTables
 from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, RecordedStepError
 from common.engine.devices.gpu.decode_graphs import DecodeGraphs, graph_sizes
 
@@ -60,6 +62,22 @@ def test_recorded_work_sees_what_the_stage_before_passes_on():
     for count in (1, 3, 4, 2):
         inputs = decodes(count)._replace(tokens=torch.rand(count, 6))
         assert torch.equal(recorded.run(inputs), inputs.tokens * 2 + inputs.positions[:, None])
+
+
+def test_recorded_work_sees_the_blocks_of_each_kv_group():
+    def forward(inputs):
+        return torch.cat([shown(inputs._replace(attention=each)) for each in inputs.attention.by_group()], dim=1)
+
+    limits = DecodeLimits(4, MAX_MODEL_LEN, BLOCK_SIZE, num_groups=2)
+    recorded = DecodeGraphs(forward, lambda work: work, limits, sizes=(2, 4), device=torch.device("cpu"))
+    for count in (1, 3, 4, 2):
+        first = decodes(count)
+        attention = first.attention
+        other = GroupTables(attention.block_tables + 50, attention.slot_mapping + 70)
+        found = recorded.run(first._replace(attention=replace(attention, other_groups=[other]))).chunk(2, dim=1)
+        for own, tables in zip(found, (attention, other), strict=True):
+            assert torch.equal(own[:, 2].long(), tables.slot_mapping)
+            assert torch.equal(own[:, 4 : 4 + tables.block_tables.shape[1]].long(), tables.block_tables)
 
 
 def test_places_that_no_decode_takes_write_nothing_and_read_nothing():

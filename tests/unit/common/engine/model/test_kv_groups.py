@@ -1,0 +1,70 @@
+"""Layers by their windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.devices.attention import KVSpec
+from common.engine.kv_cache import KVGroups, create_kv_cache_manager
+from common.engine.model.kv_groups import by_window, share_blocks
+from tests.unit.common.engine.kv_cache.test_kv_cache_manager import make_request
+
+SPEC = KVSpec(1, 2, 16, 16, torch.float32)
+FULL, WINDOW = None, 1024
+
+
+def every(number: int, num_layers: int) -> list[int | None]:
+    """Each so-manieth layer has no window, as in Gemma 3 with 6."""
+    return [FULL if layer % number == number - 1 else WINDOW for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),  # of groups without a window, and with one
+    [
+        ([FULL] * 4, ([4], [])),
+        ([WINDOW] * 4, ([], [4])),
+        (every(2, 26), ([13], [13])),  # Gemma 2 2B, gpt-oss
+        (every(6, 26), ([4], [4, 4, 4, 4, 4, 2])),  # Gemma 3 1B
+        (every(6, 34), ([5], [5, 5, 5, 5, 5, 4])),  # 4B
+        (every(6, 48), ([8], [8] * 5)),  # 12B
+        (every(6, 62), ([10], [10] * 5 + [2])),  # 27B
+        (every(4, 32), ([8], [8] * 3)),  # Cohere2 7B
+        ([FULL] * 12 + [WINDOW] * 5, ([5, 5, 2], [5])),
+        ([FULL] * 6 + [WINDOW] * 5, ([6], [5])),  # nearly as many
+        (every(40, 40), ([1], [5] * 7 + [4])),  # not forty
+    ],
+)
+def test_groups_have_as_many_layers_as_there_are_of_the_rarer_kind(
+    windows: list[int | None], sizes: tuple[list[int], list[int]]
+) -> None:
+    groups = by_window(SPEC, windows)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+    assert all({windows[layer] for layer in group.layers} == {group.window} for group in groups)
+    found = [[len(group.layers) for group in groups if group.kind == kind] for kind in ("full", "window")]
+    assert found == list(sizes)
+    assert [group.kind for group in groups] == ["full"] * len(sizes[0]) + ["window"] * len(sizes[1])
+    assert share_blocks(groups, [range(len(windows))]) == (max(map(len, (group.layers for group in groups))),)
+
+
+def num_sequences(num_tokens: int, windows: list[int | None], num_layers_of_pool: int, *, by_group: bool) -> int:
+    """How many sequences are held once they are computed, in a pool of so many blocks of one layer."""
+    groups = by_window(SPEC, windows if by_group else [FULL] * len(windows))
+    num_blocks = num_layers_of_pool // share_blocks(groups, [range(len(windows))])[0] + 1  # and the null block
+    kv = create_kv_cache_manager(num_blocks, KVGroups(groups, 16), enable_prefix_caching=False)
+    for number in range(1000):
+        request = make_request(str(number), range(num_tokens))
+        if not kv.can_allocate(request, [], 0):
+            return number
+        kv.allocate(request, [])
+        request.num_computed_tokens = num_tokens
+        kv.cache_computed(request)
+    raise AssertionError("too many")
+
+
+@pytest.mark.parametrize("num_layers", [34, 48])
+def test_gemma_3_holds_three_times_as_many_sequences_of_8k_tokens(num_layers: int) -> None:
+    windows, pool = every(6, num_layers), num_layers * 512 * 20  # of twenty sequences
+    plain = num_sequences(8192, windows, pool, by_group=False)
+    assert plain == 20
+    assert num_sequences(8192, windows, pool, by_group=True) >= 3 * plain
