@@ -97,6 +97,7 @@ class AttentionArgs:
     sliding_window: int | None = None  # a token sees itself and the `sliding_window - 1` tokens before it
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     sinks: torch.Tensor | None = None  # [num_heads], extra logits that take probability and add nothing
+    slopes: torch.Tensor | None = None  # [num_heads] float32, ALiBi: scores rise by so much from token to token
 
 
 @dataclass(frozen=True, slots=True)

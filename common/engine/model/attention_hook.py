@@ -1,8 +1,8 @@
 """Our attention as an attention implementation of transformers.
 
-Importing this module registers `ATTENTION_NAME`; a model loaded with it calls `_attention` in every layer, which passes
-on to the callable installed on that layer's module. No mask function is registered under the name, so transformers
-builds no mask: the backend handles causality and sequence borders.
+Importing this module registers `ATTENTION_NAME`; a model loaded with it calls `paged_attention` in every layer, which
+passes on to the callable installed on that layer's module. No mask function is registered under the name, so
+transformers builds no mask: the backend handles causality and sequence borders.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ def attention_args(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **unused: Any,
 ) -> AttentionArgs:
     """A layer's constants, of the arguments that its modelling code passes."""
-    return AttentionArgs(head_dim**-0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    return AttentionArgs(scale, sliding_window, softcap, s_aux, alibi_slopes)
 
 
-def _attention(
+def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -69,6 +71,8 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Attention of a module as transformers calls it: queries, keys and values [1, heads, tokens, head_dim] -> [1,
+    tokens, heads, value head_dim], and no weights."""
     attend: LayerAttention = module.__dict__[_ATTRIBUTE]
     heads: OwnHeads | None = module.__dict__.get(_OWN_HEADS)
     if heads is None:
@@ -103,4 +107,4 @@ def _paged(layer: int, backend: AttentionBackend) -> LayerAttention:
     return attend
 
 
-AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -23,6 +23,7 @@ from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.devices.registry import DEVICES
+from common.engine.model.adapters import adapt, is_adapted
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
@@ -336,7 +337,8 @@ def _load_and_probe(source: _Source) -> _Probed:
     if not failed:
         try:
             with together(source.all_ranks):
-                attends = device.can_attend(probed.spec, probed.num_heads, probed.attention_args)
+                has_slopes = any(args.slopes is not None for args in probed.attention_args)  # kernels take none
+                attends = not has_slopes and device.can_attend(probed.spec, probed.num_heads, probed.attention_args)
         except EngineDeadError:
             raise
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
@@ -430,7 +432,7 @@ def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> 
             directory,
             config=model_config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation="eager" if is_adapted(model_config) else ATTENTION_NAME,
             use_safetensors=True,
             low_cpu_mem_usage=True,
             output_loading_info=True,
@@ -441,6 +443,8 @@ def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> 
         raise ModelLoadError(
             f"{directory} lacks {len(missing)} weights of {type(model).__name__}, first {missing[0]}", param="model"
         )
+    if is_adapted(model_config):
+        adapt(model)
     return model
 
 

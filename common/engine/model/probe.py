@@ -3,7 +3,7 @@
 A few tokens are computed twice: at once with transformers' eager attention, and in two parts through a recording
 attention function that computes plain causal attention from the arguments that we know and from the keys and values
 of both parts. The recording gives the attention modules in layer order and the shapes of keys and values; equal logits
-prove that the known arguments and the KV suffice (no ALiBi, no bidirectional prefix, no state outside the KV cache, no
+prove that the known arguments and the KV suffice (no bidirectional prefix, no state outside the KV cache, no
 positions that are counted from the start of each pass). Windows are longer than that; so it is done once more with a
 short one, as a model's mask may have a window of which its attention is not told.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from common.engine.devices.attention import AttentionArgs, KVSpec
+from common.engine.model.adapters import needs_positions, set_attention
 from common.engine.model.attention_hook import (
     ATTENTION_NAME,
     attention_args,
@@ -33,7 +34,9 @@ _NUM_FIRST = 7  # of these in the first part
 _SHORT_WINDOW = 4
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-_KNOWN_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids"})
+_KNOWN_ARGUMENTS = frozenset(
+    {"scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "dropout", "position_ids"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     unsupported = sorted(set(layer_types) - _SUPPORTED_LAYER_TYPES)
     if unsupported:
         raise ModelLoadError(f"{name} has {unsupported[0]} layers, which cannot be served", param="model")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if needs_positions(model) and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelLoadError(f"{name} takes no positions, so that a prompt cannot be computed in parts", param="model")
     calls: list[_Call] = []
     cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the first part
@@ -96,20 +99,20 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     window = getattr(text_config, "sliding_window", None)
     hides_some = window is not None and window < getattr(text_config, "max_position_embeddings", math.inf)
     try:
-        _set_attention(model, ATTENTION_NAME)
+        set_attention(model, ATTENTION_NAME)
         for module in modules:
             set_layer_attention(module, record)
         first = _forward(model, stage, inputs[:_NUM_FIRST])
         before = cached
         outputs = torch.cat([first, _forward(model, stage, inputs[_NUM_FIRST:], _NUM_FIRST)])
         spec = _spec_of(name, calls, stage, layer_types)
-        _set_attention(model, "eager")
+        set_attention(model, "eager")
         expected = _forward(model, stage, inputs)
         check_stage(model, stage)
         if hides_some:
             text_config.sliding_window = _SHORT_WINDOW
             shortened = _forward(model, stage, inputs)
-            _set_attention(model, ATTENTION_NAME)
+            set_attention(model, ATTENTION_NAME)
             windowed = {call.module for call in calls if call.args.sliding_window is not None}
             for module in modules:
                 set_layer_attention(module, partial(_attend_shortened, windowed))
@@ -123,7 +126,7 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
             text_config.sliding_window = window
         for module in modules:
             clear_layer_attention(module)
-        _set_attention(model, ATTENTION_NAME)
+        set_attention(model, ATTENTION_NAME)
     _check_equal(name, outputs, expected, spec.dtype)
     return ProbedModel(
         spec,
@@ -173,10 +176,6 @@ def _forward(model: Any, stage: Stage, inputs: torch.Tensor, first: int = 0) -> 
         return stage.forward(model, inputs, positions[None], 0).float()
 
 
-def _set_attention(model: Any, name: str) -> None:
-    model.set_attn_implementation(name)
-
-
 def _plain_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -186,6 +185,7 @@ def _plain_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
     """Causal attention of a sequence's last tokens, [1, heads, tokens, head_dim] -> [1, tokens, heads, value
@@ -197,6 +197,8 @@ def _plain_attention(
         scores = torch.tanh(scores / softcap) * softcap
     num_queries, num_tokens = scores.shape[2:]
     positions = torch.arange(num_tokens, device=query.device)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.view(-1, 1, 1) * positions
     asking = positions[num_tokens - num_queries :, None]
     hidden = positions > asking
     if sliding_window is not None:

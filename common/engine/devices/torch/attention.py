@@ -32,6 +32,13 @@ class _Gathered(NamedTuple):
 
     rows: torch.Tensor  # [2 * sequences * kv heads * blocks], keys first, into the layer's view of the cache
     mask: torch.Tensor  # [sequences * kv heads, 1, tokens], 0 or -inf
+    positions: torch.Tensor  # [tokens], or [sequences * kv heads, tokens]
+    ends: torch.Tensor  # [sequences * kv heads, 1], one past the query's position
+
+    @property
+    def distances(self) -> torch.Tensor:
+        """Positions relative to the query's, [sequences * kv heads, tokens]."""
+        return self.positions - (self.ends - 1)
 
 
 @dataclass(slots=True)
@@ -179,6 +186,9 @@ class TorchAttention:
         else:
             scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(args.scale)
             scores = _cap(scores, args.softcap).add_(gathered.mask)
+        if args.slopes is not None:
+            slopes = args.slopes.view(self._num_kv_heads, -1, 1).repeat(num_seqs, 1, 1)
+            scores = scores + slopes * gathered.distances[:, None]
         if args.sinks is None:
             weights = _softmax(scores, values.dtype)
         else:
@@ -193,7 +203,7 @@ class TorchAttention:
         ends = lens.repeat_interleave(self._num_kv_heads)[:, None]  # [sequences * kv heads, 1]
         if window is None:
             positions = self._arange(group.num_blocks * self._block_size)
-            return _Gathered(self._run_rows(tables), self._decode_mask(positions >= ends))
+            return _Gathered(self._run_rows(tables), self._decode_mask(positions >= ends), positions, ends)
         # Read the blocks that the window touches only: at most one more than it fills.
         width = min(group.num_blocks, -(-window // self._block_size) + 1)
         first_blocks = torch.div((lens - window).clamp_(min=0), self._block_size, rounding_mode="floor")
@@ -201,7 +211,8 @@ class TorchAttention:
         tables = tables.gather(1, first_blocks[:, None] + self._arange(width))
         first_tokens = (first_blocks * self._block_size).repeat_interleave(self._num_kv_heads)[:, None]
         positions = first_tokens + self._arange(width * self._block_size)
-        return _Gathered(self._run_rows(tables), self._decode_mask((positions >= ends) | (positions < ends - window)))
+        mask = self._decode_mask((positions >= ends) | (positions < ends - window))
+        return _Gathered(self._run_rows(tables), mask, positions, ends)
 
     def _decode_mask(self, hidden: torch.Tensor) -> torch.Tensor:
         """[sequences * kv heads, 1, tokens] of 0 or -inf."""
@@ -221,7 +232,7 @@ class TorchAttention:
         window = args.sliding_window
         if window is not None and window >= chunk.seq_len:
             window = None
-        plain = args.softcap is None and args.sinks is None
+        plain = args.softcap is None and args.sinks is None and args.slopes is None
         query = query.transpose(1, 2)  # [1, heads, chunk tokens, head_dim]
         if chunk.num_tokens == chunk.seq_len:  # nothing precedes: keys and values need not be read back
             keys, values = key.transpose(1, 2), value.transpose(1, 2)
@@ -238,7 +249,8 @@ class TorchAttention:
         for first in range(0, chunk.num_tokens, rows_at_once):
             part = query[:, :, first : first + rows_at_once]
             mask = self._chunk_mask(chunk, window, first, part.shape[2])
-            out[:, first : first + rows_at_once] = attend(part, keys, values, mask, args).transpose(1, 2)
+            own = chunk.seq_len - chunk.num_tokens + first
+            out[:, first : first + rows_at_once] = attend(part, keys, values, mask, args, own).transpose(1, 2)
 
     def _gather_chunk(self, layer: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the whole sequence, [1, kv heads, seq_len, head_dim] each."""
@@ -279,7 +291,7 @@ class TorchAttention:
 
 
 def _masked_sdpa(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, args: AttentionArgs
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, args: AttentionArgs, own: int
 ) -> torch.Tensor:
     return functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=args.scale, enable_gqa=True
@@ -287,14 +299,19 @@ def _masked_sdpa(
 
 
 def _masked_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, args: AttentionArgs
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, args: AttentionArgs, own: int
 ) -> torch.Tensor:
-    """Attention with soft cap or sinks. [1, heads, tokens, head_dim] -> the same."""
+    """Attention with a soft cap, sinks or ALiBi. [1, heads, tokens, head_dim] -> the same. `own`: position of the first
+    token."""
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     grouped = query.reshape(1, num_kv_heads, -1, head_dim)  # [1, kv heads, group * tokens, head_dim]
     scores = torch.matmul(grouped, keys.transpose(2, 3)).mul_(args.scale).view(num_heads, num_tokens, -1)
     scores = _cap(scores, args.softcap).add_(mask)
+    if args.slopes is not None:
+        positions = torch.arange(scores.shape[2], device=scores.device)
+        distances = positions - (own + positions[:num_tokens, None])
+        scores = scores + args.slopes.view(-1, 1, 1) * distances
     if args.sinks is None:
         weights = _softmax(scores, values.dtype)
     else:

@@ -32,6 +32,8 @@ def naive(query, keys, values, args):
         for head in range(NUM_HEADS):
             seen = slice(start, position + 1)
             scores = keys[seen, head // GROUPS].double() @ query[i, head].double() * args.scale
+            if args.slopes is not None:
+                scores = scores + args.slopes[head] * (torch.arange(start, position + 1) - position)
             if args.softcap is not None:
                 scores = args.softcap * torch.tanh(scores / args.softcap)
             total = scores.exp().sum() + (0.0 if args.sinks is None else args.sinks[head].double().exp())
@@ -165,6 +167,14 @@ def check_equals_naive(name, steps, args):
     used = {block for sequence in all_sequences for block in sequence.blocks}
     untouched = [block for block in range(NUM_BLOCKS) if block not in used]
     assert not kv_cache[untouched].any()
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("window", [None, 6])
+def test_alibi_of_torchs_operators(steps, window):
+    """No kernel has it."""
+    slopes = torch.linspace(0.05, 0.9, NUM_HEADS)
+    check_equals_naive("torch", STEPS[steps], AttentionArgs(scale=0.3, sliding_window=window, slopes=slopes))
 
 
 def test_a_long_chunk_is_masked_in_parts(monkeypatch):
