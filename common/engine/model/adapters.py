@@ -65,7 +65,7 @@ def _is_eager(config: Any) -> bool:
 
 
 def _core(scale_of: Callable[[Any], float], window_of: Callable[[Any, Any], int | None] = lambda *_: None) -> _Family:
-    """For modules with a method `_attn` that takes queries, keys and values [1, heads, tokens, head_dim] and a mask.
+    """Adapts modules with a method `_attn` that takes queries, keys and values [1, heads, tokens, head_dim] and a mask.
     `window_of`: of a module and the configuration."""
 
     def adapt(module: Any, config: Any) -> None:
@@ -92,7 +92,7 @@ def _core(scale_of: Callable[[Any], float], window_of: Callable[[Any, Any], int 
 
 
 def _forward(class_name: str, forward: Callable[..., Any], **options: Any) -> _Family:
-    """For modules whose whole forward pass becomes ours."""
+    """Adapts modules whose whole forward pass becomes ours."""
 
     def adapt(module: Any, config: Any) -> None:
         if type(module).__name__ == class_name:
