@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from router.placing.policy_spec import POLICIES, parse_policy
+from router.placing.policy_registry import POLICIES, parse_policy
 
 RemotePrefill = Literal["auto", "prefer", "always", "never"]
 

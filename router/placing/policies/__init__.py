@@ -1,8 +1,8 @@
 """Which pod gets a request: Filter -> Scorer -> Picker over columns of the ready pods."""
 
 from router.placing.policies.base import Candidates, Judgement, Leg, Policy, RequestFacts
+from router.placing.policies.creation import create_policy
 from router.placing.policies.prediction import Prediction
-from router.placing.policies.registry import create_policy
 from router.placing.policies.table import Column, Load, PodColumns, PodFacts, PodRow, PodTable, connector_number
 
 __all__ = [

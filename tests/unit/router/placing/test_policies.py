@@ -12,7 +12,7 @@ import pytest
 
 from router.placing.config import RoutingConfig
 from router.placing.policies import Candidates, Leg, PodTable, create_policy
-from router.placing.policy_spec import POLICIES, Part, parse_policy
+from router.placing.policy_registry import POLICIES, Part, parse_policy
 from tests.unit.router.placing.pod_tables import FACTS, IDLE, REQUEST, candidates_of, chosen, table_of
 
 LEGS = list(Leg)

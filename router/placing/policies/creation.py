@@ -6,7 +6,7 @@ import importlib
 
 from router.placing.policies.base import Policy, Scorer, WeightedScorer
 from router.placing.policies.pickers import BestInTurn
-from router.placing.policy_spec import POLICIES, parse_policy
+from router.placing.policy_registry import POLICIES, parse_policy
 
 _TOLERANCE = 0.01
 
