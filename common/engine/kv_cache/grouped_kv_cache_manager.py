@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from common.engine.kv_cache.block_pool import Block, BlockPool
 from common.engine.kv_cache.cache_changes import CacheChanges
@@ -99,7 +99,8 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def can_allocate(self, request: TokenSequence, prefix: Prefix, held_back: int) -> bool:
         """See KVCacheManager."""
-        needed = sum(len(groups) for _, groups in self._needed(request, len(prefix)))
+        num_spans, start = self._num_spans(request.num_tokens), len(prefix)
+        needed = sum(max(0, num_spans - max(start, first)) for first in self._firsts_needed(request))
         revived: int = sum(block.ref_cnt == 0 for span in prefix for block in span)
         return needed + revived + held_back <= self._pool.num_free
 
@@ -107,19 +108,24 @@ class GroupedKVCacheManager(KVCacheManager):
         """See KVCacheManager. A consumer gets no blocks for what will have fallen out when its KV has arrived."""
         assert request.request_id not in self._group_tables
         self._pool.share([block for span in prefix for block in span if block is not self._null_block])
-        needed = list(self._needed(request, len(prefix)))
-        fresh = iter(self._pool.allocate(sum(len(groups) for _, groups in needed)))
         spans = [list(span) for span in prefix]
-        for _, groups in needed:
-            spans.append([next(fresh) if group in groups else self._null_block for group in range(len(self.groups))])
+        num_spans, num_groups, needed = (
+            self._num_spans(request.num_tokens),
+            len(self.groups),
+            self._firsts_needed(request),
+        )
+        num_partly = min(num_spans, max(needed))  # spans of which some groups need no block
+        for span in range(len(prefix), num_partly):
+            fresh = iter(self._pool.allocate(sum(span >= first for first in needed)))
+            spans.append([next(fresh) if span >= first else self._null_block for first in needed])
+        rest = self._pool.allocate((num_spans - len(spans)) * num_groups)
+        spans += [rest[start : start + num_groups] for start in range(0, len(rest), num_groups)]
         firsts = self.groups.first_spans(len(prefix) * self.block_size)
         self._group_tables[request.request_id] = _GroupTables(spans, len(prefix), firsts)
 
-    def _needed(self, request: TokenSequence, start: int) -> Iterator[tuple[int, list[int]]]:
-        """Yields spans from `start` on, and the groups in which `request` needs a block for them."""
-        firsts = self.groups.first_spans(request.num_arriving_tokens)
-        for span in range(start, self._num_spans(request.num_tokens)):
-            yield span, [group for group, first in enumerate(firsts) if span >= first]
+    def _firsts_needed(self, request: TokenSequence) -> list[int]:
+        """The first span of each group of which `request` needs a block, if none is shared."""
+        return self.groups.first_spans(request.num_arriving_tokens)
 
     def capacity(self, request: TokenSequence) -> int:
         """See KVCacheManager."""
