@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 Failure = Literal["raised", "invalid", "too_slow"]
 
 MAX_FAILURES = 10  # of a call, in a row; then the proposer is asked no more
+_LATE_ANYWAY = 10  # times the budget, however little of it was processor time: it waits for something
 _SPARE_SHARE = 0.02  # of the time, for guesses while none are verified
 _MOST_SPARE_S = 0.05  # allowance of such time that accumulates
 
@@ -35,7 +36,7 @@ class GuardedProposer:
     MAX_FAILURES in a row, it is off until the engine ends.
 
     One that is late is asked for half as many requests the next time, the others having their turn after them, and for
-    twice as many once there is time. It fails if it is late with one.
+    twice as many once there is time. It fails if it is late with one, unless the machine had no time for it.
 
     While no drafts are verified, because they do not pay or none were found, it is asked in some steps only, so that
     what it takes is a small share of the time."""
@@ -84,9 +85,12 @@ class GuardedProposer:
             drafts, problem = self._checked(asked, answer)
         except Exception as error:  # noqa: BLE001  code of others: whatever it is, streams go on
             return Proposed({}, self._fail("propose", "raised", repr(error)))
+        seconds, cpu_s = self._clock() - began, self._cpu_clock() - cpu_began
         if not are_verified:
-            self._spare_s -= self._cpu_clock() - cpu_began
-        is_late = self._pace(self._clock() - began, len(asked))
+            self._spare_s -= cpu_s
+        is_late = self._pace(seconds, len(asked)) and (
+            cpu_s > self._budget_s or seconds > _LATE_ANYWAY * self._budget_s
+        )
         if problem:
             return Proposed(drafts, self._fail("propose", "invalid", problem))
         if is_late:

@@ -135,6 +135,18 @@ def test_one_that_is_late_with_one_request_is_switched_off() -> None:
     assert [len(asked) for asked in proposer.asked] == [8, 4, 2] + [1] * MAX_FAILURES
 
 
+def test_a_busy_machine_is_not_its_fault() -> None:
+    clock, cpu_clock = Clock(), Clock()
+
+    def spend(_: int) -> None:
+        clock.spend(0.02)
+        cpu_clock.spend(0.001)
+
+    guard = guarded(Answering(None, spend), budget_s=0.005, clock=clock, cpu_clock=cpu_clock)
+    assert {guard.propose(REQUESTS).failure for _ in range(3 * MAX_FAILURES)} == {""}
+    assert not guard.is_off
+
+
 def test_one_that_is_late_with_many_requests_is_asked_for_fewer_in_turns() -> None:
     clock = Clock()
     proposer = Answering(None, lambda num_requests: clock.spend(num_requests * 0.001))
