@@ -31,6 +31,8 @@ class Verdict(NamedTuple):
     class_name: str
     refused: str = ""  # why
     is_cut: bool = False  # tokens are the same on two ranks
+    kernels: str = ""  # see EngineSpec
+    groups: str = ""  # the kinds of its KV groups
 
 
 def check(model_type: str) -> Verdict:
@@ -43,12 +45,15 @@ def check(model_type: str) -> Verdict:
             assert _answers(llm, prompts) == expected
             assert _answers(llm, prompts) == expected
             assert llm._client.stats().prefix_cache_hits > 0
+            kernels = llm.spec.kernels
+            groups = ", ".join(dict.fromkeys(group.kind for group in llm.spec.layout.groups))
     except ModelLoadError as error:
         reason = error.message.replace(str(directory), "it").partition(" (relative error")[0]
         return Verdict(_class_name(directory), reason)
     _check_handoff(directory, prompts, expected)
     _check_drafts(directory, prompts, expected)
-    return Verdict(_class_name(directory), is_cut=_on_two_ranks(directory, prompts, expected))
+    is_cut = _on_two_ranks(directory, prompts, expected)
+    return Verdict(_class_name(directory), is_cut=is_cut, kernels=kernels, groups=groups)
 
 
 def _open(directory: Path, **options: object) -> LLM:

@@ -21,10 +21,13 @@ here has not been tried.
 ## Served
 
 Exact from prompts that are computed in parts, and again from the prefix cache, after a handoff between two pods, and
-with drafts of `ngram`. *Two ranks*: also with `--tensor-parallel-size 2`; elsewhere that is refused.
+with drafts of `ngram`. *Two ranks*: also with `--tensor-parallel-size 2`; elsewhere that is refused. *KV*: layers of
+kind `window` give blocks back that no token reads any more. *Kernels*, on a CPU: a model that is `fused` has recorded
+steps, and may be served with `--batch-invariant`; of others, compiled kernels compute the attention, or torch's
+operators do.
 
-| `model_type` | class | two ranks |
-|---|---|---|
+| `model_type` | class | two ranks | KV | kernels |
+|---|---|---|---|---|
 """
 _REFUSED = """
 ## Refused
@@ -41,7 +44,8 @@ def page(verdicts: Mapping[str, Verdict]) -> str:
     text = _INTRODUCTION
     for name, verdict in verdicts.items():
         if not verdict.refused:
-            text += f"| `{name}` | {verdict.class_name} | {'yes' if verdict.is_cut else ''} |\n"
+            is_cut = "yes" if verdict.is_cut else ""
+            text += f"| `{name}` | {verdict.class_name} | {is_cut} | {verdict.groups} | {verdict.kernels} |\n"
     text += _REFUSED
     for name, verdict in verdicts.items():
         if verdict.refused:
