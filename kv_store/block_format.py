@@ -153,8 +153,9 @@ class BlockFormat:
 
     @property
     def namespace(self) -> str:
-        """Separates this model's blocks of this size from all others; safe as a file name."""
-        return f"v{FORMAT_VERSION}-{self.fingerprint[:8].hex()}-{self.layout.block_size}"
+        """Separates blocks of this model, in this layout and of this size from all others; safe as a file name."""
+        model = xxhash.xxh3_64_hexdigest(self.fingerprint + self.layout_digest)
+        return f"v{FORMAT_VERSION}-{model}-{self.layout.block_size}"
 
     def seal(self, frame: Buffer, block_hash: BlockHash, num_tokens: int) -> None:
         """Writes the header of a frame whose payload and features are in place."""

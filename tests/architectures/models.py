@@ -179,7 +179,9 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
 }
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+_MIXED = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "gemma3_text", "kolibri1", "olmo3")
 _OWN: dict[str, dict[str, Any]] = {
+    **{name: {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} for name in _MIXED},
     **{name: {"num_key_value_heads": 4} for name in _LATENT},
     "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4},
     "phimoe": {"sliding_window": MAX_MODEL_LEN},

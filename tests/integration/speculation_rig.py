@@ -39,7 +39,7 @@ class AllDrafts(DraftDepth):
             room -= depths[-1]
         return depths
 
-    def would_choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int) -> bool:
+    def would_choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int, room: int) -> bool:
         """See DraftDepth."""
         return True
 

@@ -71,13 +71,14 @@ def test_tokens_are_those_of_transformers(model: str, on: dict[str, object], une
         assert (report.num_requests, report.num_blocks_in_use, report.num_transfers) == (0, 0, 0)
 
 
-def test_a_fused_decoder_takes_one_group(tmp_path: Path) -> None:
-    """It is worth more than the blocks."""
+@pytest.mark.parametrize(("cpu_kernels", "kernels"), [("auto", "fused"), ("reference", "torch")])
+def test_a_model_that_may_be_fused_has_one_group(cpu_kernels: str, kernels: str, tmp_path: Path) -> None:
+    """Whether it is or not, as pods hand over to each other."""
     windows = {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1}
     random_model(tiny_config("Qwen2Config", **windows)).save_pretrained(tmp_path)
     prompts = [prompt_of(length) for length in (3, 37)]
-    with LLM(tmp_path, block_size=4, num_blocks=64, num_threads=1) as llm:
-        assert llm.spec.kernels == "fused"
+    with LLM(tmp_path, block_size=4, num_blocks=64, num_threads=1, cpu_kernels=cpu_kernels) as llm:
+        assert llm.spec.kernels == kernels
         assert [(group.kind, len(group.layers)) for group in llm.spec.layout.groups] == [("full", 3)]
         completions = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [completion.token_ids for completion in completions] == expected(tmp_path, prompts)
@@ -103,8 +104,8 @@ def test_what_a_smaller_group_leaves_of_its_blocks_is_zero(uneven: Path) -> None
         groups = engine.spec.layout.groups
         assert [(group.kind, group.layers) for group in groups] == [
             ("full", (1, 3)),
-            ("window", (0, 2)),
-            ("window", (4,)),
+            ("window", (0, 4)),
+            ("window", (2,)),
         ]
         kv_cache = kv_cache_of(engine)
         kv_cache[:] = 7.0

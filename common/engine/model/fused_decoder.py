@@ -142,13 +142,17 @@ class FusedDecoder:
 
 
 def can_fuse(model: Any, operators: Operators, stage: Stage) -> bool:
+    """True if the model consists of the parts that a fused decoder has, and the device has operators for them."""
+    return has_known_parts(model, stage) and operators.supports(model)
+
+
+def has_known_parts(model: Any, stage: Stage) -> bool:
     """True if the model consists of the parts that a fused decoder has."""
     base: Any = getattr(model, "model", None)
     if not _has_parts(model, {"model", "lm_head"}) or not _has_parts(base, _MODEL_PARTS):
         return False
     return (
-        operators.supports(model)
-        and (not stage.is_first or type(_local(base.embed_tokens)) is nn.Embedding)
+        (not stage.is_first or type(_local(base.embed_tokens)) is nn.Embedding)
         and (not stage.is_last or _gives_all(model.lm_head))
         and all(_is_known_layer(base.layers[index]) for index in stage.layers)
         and all(rms_norm_of(norm) is not None for norm in _norms(base, stage))

@@ -26,17 +26,23 @@ def by_window(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec,
     """Groups of layers with the same window; those without one come first, as what is known of a prompt elsewhere, by
     routers and draft models, is that of the first group. A group has as many layers as there are of the rarer kind, so
     that blocks of long texts, of which all are kept where there is no window, are small; as many as of the other kind
-    if that is nearly the same. What remains of a kind is a group with fewer."""
+    if that is nearly the same. Groups of a kind that cannot be shared evenly differ by a layer. They take layers in
+    turns, so that stages have equal shares of them where that is possible. Layers that all have one window are one
+    group, out of which nothing falls: draft models and heads go by its blocks."""
     (whole,) = all_in_one(spec, windows)
+    if len(set(windows)) == 1:
+        return (whole,)
     layers: dict[int | None, list[int]] = {}
     for layer, window in sorted(enumerate(windows), key=lambda each: each[1] is not None):
         layers.setdefault(window, []).append(layer)
     least, most = min(map(len, layers.values())), max(map(len, layers.values()))
     size = most if most < _NEARLY_EQUAL * least else max(least, -(-most // _MOST_OF_A_KIND))
     return tuple(
-        replace(whole, layers=tuple(own[start : start + size]), window=window, kind="window" if window else "full")
+        replace(
+            whole, layers=tuple(own[first :: -(-len(own) // size)]), window=window, kind="window" if window else "full"
+        )
         for window, own in layers.items()
-        for start in range(0, len(own), size)
+        for first in range(-(-len(own) // size))
     )
 
 

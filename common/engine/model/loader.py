@@ -27,7 +27,7 @@ from common.engine.model.adapters import adapt, is_adapted
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
-from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder
+from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder, has_known_parts
 from common.engine.model.kv_groups import GroupLayers, all_in_one, by_window, share_blocks
 from common.engine.model.parallel_plan import Place, heads_of, refused
 from common.engine.model.probe import ProbedModel, probe_model
@@ -302,11 +302,13 @@ class _Probed(NamedTuple):
     decoder: FusedDecoder | None
     kernels: Kernels
     kernels_failed: bool
+    is_fusable: bool  # whatever the device can do
 
 
 def _load_and_probe(source: _Source) -> _Probed:
     device, batch_invariant = source.device, source.config.batch_invariant
     model, stage = _load(source)
+    is_fusable = has_known_parts(model, stage)
     operators = device.operators()
     probed = probe_model(model, stage) if operators is not None and can_fuse(model, operators, stage) else None
     if batch_invariant and probed is None:
@@ -315,7 +317,7 @@ def _load_and_probe(source: _Source) -> _Probed:
     if operators is not None and probed is not None:
         try:
             decoder = fuse_decoder(model, probed, operators, source.ranks, stage)
-            return _Probed(model, stage, probed, decoder, "fused", kernels_failed=False)
+            return _Probed(model, stage, probed, decoder, "fused", kernels_failed=False, is_fusable=True)
         except EngineDeadError:
             raise
         except Exception as error:  # the decoder differs, or whatever a compiler raises
@@ -344,17 +346,22 @@ def _load_and_probe(source: _Source) -> _Probed:
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
             _warn_of_kernels(error)
             failed = True
-    return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed)
+    return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed, is_fusable)
 
 
 def _group(
     found: _Probed, links: StageLinks, group_layers: GroupLayers
 ) -> tuple[tuple[KVGroupSpec, ...], tuple[int, ...]]:
-    """The groups of the layers of all stages, and how many layers of a block each stage has. One group if the model is
-    fused, as a fused decoder takes one block table, or if stages have different shares of the groups' blocks."""
-    spec, windows = found.probed.spec, links.join([args.sliding_window for args in found.probed.attention_args])
+    """The groups of the layers of all stages, and how many layers of a block each stage has. One group if the model may
+    be fused, as a fused decoder takes one block table, whether it is fused here or not: pods of a model hand over to
+    each other. One group, too, if stages have different shares of the groups' blocks. A window that is as long as any
+    text is none."""
+    limit = _max_model_len(found.model.config.get_text_config())
+    own = [args.sliding_window for args in found.probed.attention_args]
+    windows = links.join([None if window is None or window >= limit else window for window in own])
+    spec = found.probed.spec
     groups = group_layers(spec, windows)
-    if len(groups) == 1 or found.decoder is None:
+    if len(groups) == 1 or not found.is_fusable:
         try:
             return groups, share_blocks(groups, found.stage.runs)
         except ConfigError as error:
@@ -393,6 +400,8 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
     with unusable(directory):
         model_config = read_model_config(directory)
         dtype = resolve_dtype(source.config, model_config, source.device)
+        if source.is_cut and is_adapted(model_config):
+            raise refused(f"the attention of {model_config.model_type} is not cut among ranks or stages")
         if source.is_cut:
             model, stage = load_rank(
                 directory, source.weight_files, model_config, dtype, source.ranks, source.experts, source.links
@@ -468,7 +477,8 @@ def _max_model_len(text_config: Any) -> int:
     Frequencies of a batch follow its longest sequence in transformers, so that beyond that length a request would
     answer differently beside a longer one, and keys cached before would not fit those computed after.
     """
-    limit = int(getattr(text_config, "max_position_embeddings", None) or _DEFAULT_MAX_MODEL_LEN)
+    named = (getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    limit = int(next(filter(None, named), _DEFAULT_MAX_MODEL_LEN))
     rope = getattr(text_config, "rope_parameters", None) or {}
     per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in per_layer_type or [rope]:

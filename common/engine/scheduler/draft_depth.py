@@ -181,9 +181,8 @@ class DraftDepth:
             self._probe(candidates, weighed, weighed.first_s, room)
         return weighed.depths
 
-    def would_choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int) -> bool:
+    def would_choose(self, candidates: Sequence[Candidate], num_rows: int, num_context_tokens: int, room: int) -> bool:
         """Whether `choose` would find drafts to verify. If not, the step goes on without being asked about."""
-        room = sum(each.num_drafts for each in candidates)
         weighed = self._weigh(candidates, num_rows, num_context_tokens, room)
         if any(weighed.depths) or self._probe_s >= weighed.first_s + min(weighed.costs):
             return True

@@ -320,8 +320,11 @@ class Scheduler:
 
     def _would_verify(self, running: Sequence[Request]) -> bool:
         """Whether some of what was proposed while the step runs would be verified, were it proposed after it."""
+        room = min(self._config.max_num_batched_tokens, self._max_prompt_rows) - len(running)
+        if room <= 0:
+            return False
         candidates = [self._candidate(each, len(drafts)) for each, drafts in self._lifecycle.drafts.items()]
-        return self._draft_depth.would_choose(candidates, len(running), sum(map(_num_tokens, running)))
+        return self._draft_depth.would_choose(candidates, len(running), sum(map(_num_tokens, running)), room)
 
     def _candidate(self, request: Request, num_drafts: int) -> Candidate:
         acceptance = request.acceptance

@@ -70,6 +70,7 @@ class BatchPacker:
             layout = _lay_out(table, num_scheduled_tokens, drafts)
         self._last = layout
         rows, positions = layout.rows, layout.positions
+        starts = table.num_computed_tokens[rows]
         table.num_computed_tokens[rows] = layout.ends
         token_rows = rows[layout.sequences]
         blocks, offsets = np.divmod(positions, block_size)
@@ -78,12 +79,9 @@ class BatchPacker:
         token_positions = positions if table.position_dims == 1 else table.positions(token_rows, positions)
         arrays = [table.token_ids[token_rows, positions], token_positions, layout.wanted, layout.ends]
         for block_table, own_ids, window in zip(table.block_tables, block_ids, self._windows, strict=True):
-            own_table = block_table[rows, :max_blocks]
             if window is not None:
-                first_queries = positions[layout.query_start[:-1]]
-                num_fallen = np.maximum(first_queries - (window - 1), 0) // block_size
-                own_table[np.arange(max_blocks) < num_fallen[:, None]] = 0
-            arrays += [own_table, own_ids * block_size + offsets]
+                table.forget_fallen(block_table, rows, np.maximum(starts - (window - 1), 0) // block_size)
+            arrays += [block_table[rows, :max_blocks], own_ids * block_size + offsets]
         input_ids, positions_tensor, logits_index, seq_lens, block_tables, slots, *others = self._memory.upload(arrays)
         # A block is opened by the token in its first slot. Those that the step also fills need no clearing.
         opened = (offsets == 0).nonzero()[0]

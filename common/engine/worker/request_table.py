@@ -285,6 +285,14 @@ class RequestTable:
             table[row, start:end] = added
         self._num_blocks[row] = end
 
+    def forget_fallen(
+        self, block_table: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], num_fallen: npt.NDArray[np.int64]
+    ) -> None:
+        """Puts the null block in place of the first `num_fallen` blocks of rows, which others may have by now."""
+        last = np.maximum(num_fallen - 1, 0)
+        for place in np.flatnonzero((num_fallen > 0) & (block_table[rows, last] != 0)).tolist():
+            block_table[rows[place], : num_fallen[place]] = 0
+
     def _drop(self, request_id: RequestId) -> None:
         row = self._rows.pop(request_id, None)
         if row is None:

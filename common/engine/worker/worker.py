@@ -152,10 +152,6 @@ class Worker:
         if self._draft_loaded is not None and self._head and not self._head.module.share_embedding(loaded):
             reason = "the head has no embedding of its own, and the model's is cut into ranks"
             raise ConfigError.of("speculative", reason)
-        if (self._draft_loaded or self._head) is not None and loaded.kv_groups[0].kind != "full":
-            name = "draft" if self._head is None else "heads"
-            reason = f"{name}: not for a model all of whose layers attend to a window of tokens"
-            raise ConfigError.of("speculative", reason)
         block_size = self._config.cache.block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
         try:

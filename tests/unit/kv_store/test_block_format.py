@@ -162,3 +162,9 @@ def test_a_patched_frame_is_corrupt_and_nothing_else(position, patch):
 def test_a_fingerprint_has_its_length():
     with pytest.raises(ValueError, match="32 bytes"):
         BlockFormat(b"short", LAYOUT, bytes(16))
+
+
+def test_other_layouts_and_models_have_namespaces_of_their_own():
+    others = [dataclasses.replace(FORMAT, layout_digest=b"y" * 16), dataclasses.replace(FORMAT, fingerprint=b"y" * 32)]
+    assert len({each.namespace for each in (FORMAT, *others)}) == 3
+    assert WITH_FEATURES.namespace == FORMAT.namespace

@@ -376,3 +376,12 @@ def test_steps_run_ahead_unless_drafts_pay() -> None:
     right, waiting = (finished_engine("right", 1, GPU, runs_ahead=each) for each in (True, False))
     assert right.outputs == plain.outputs
     assert right.now < 1.1 * waiting.now < 0.5 * finished_engine("none", 1, GPU, runs_ahead=True).now
+
+
+def test_steps_do_not_wait_for_drafts_that_have_no_room() -> None:
+    settings = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "num_blocks": 1025}
+    engine = FakeEngine(create_scheduler(**settings), proposer=create_proposer("right"), runs_ahead=True)
+    engine.machine = CPU
+    engine.add(*(create_request(f"r{number}", max_tokens=40) for number in range(8)))
+    engine.run()
+    assert engine.num_ahead > 20, "as long as all eight run"
