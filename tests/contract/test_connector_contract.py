@@ -264,21 +264,22 @@ def test_a_frame_of_another_model_is_corrupt(engine, medium):
     assert engine().load([1], HASHES[:1]).error == "block_corrupt"
 
 
-def test_a_frame_of_another_dtype_is_corrupt(engine, medium):
-    engine(create_kv_cache(dtype=torch.float16)).save([1], HASHES[:1])
-    assert engine(create_kv_cache(dtype=torch.bfloat16)).load([1], HASHES[:1]).error == "block_corrupt"
-
-
-def test_a_frame_of_another_layout_is_computed_again_and_replaced(engine):
-    """The namespace is the model's, whatever the layout."""
-    other = torch.zeros(4, 3, 2, 4, BLOCK_SIZE, 4)  # as many bytes, twice the heads
-    engine(other).save([1], HASHES[:1])
+def test_frames_of_other_dtypes_and_layouts_are_kept_apart(engine):
+    """Pods of each find their own, and write over nobody's."""
+    others = [
+        engine(create_kv_cache(dtype=torch.float16)),
+        engine(torch.zeros(4, 3, 2, 4, BLOCK_SIZE, 4)),  # as many bytes, twice the heads
+    ]
     mine = engine(create_kv_cache(seed=1))
-    assert mine.load([2], HASHES[:1]).error == "block_corrupt"
+    for each in others:
+        each.save([1], HASHES[:1])
+        assert mine.load([2], HASHES[:1]).error == "block_missing"
     mine.save([1], HASHES[:1])
     reader = engine(create_kv_cache(seed=2))
     assert ok(reader.load([2], HASHES[:1]), 1)
     assert bits(reader.kv_cache, [2]) == bits(mine.kv_cache, [1])
+    for each in others:
+        assert ok(each.load([2], HASHES[:1]), 1)
 
 
 def test_tenants_with_different_salts_do_not_share(engine):
