@@ -265,7 +265,7 @@ def test_a_frame_of_another_model_is_corrupt(engine, medium):
 
 
 def test_frames_of_other_dtypes_and_layouts_are_kept_apart(engine):
-    """Pods of each find their own, and write over nobody's."""
+    """Pods of each layout find their own blocks, and overwrite no others."""
     others = [
         engine(create_kv_cache(dtype=torch.float16)),
         engine(torch.zeros(4, 3, 2, 4, BLOCK_SIZE, 4)),  # as many bytes, twice the heads

@@ -81,7 +81,7 @@ class LateProposer(FakeProposer):
     """Knows the rest of ANSWER, after a while."""
 
     def propose(self, requests):
-        assert all(int(each.token_ids.min()) >= 0 for each in requests), "it is told of tokens that nobody knows"
+        assert all(int(each.token_ids.min()) >= 0 for each in requests), "placeholders reach the proposer"
         drafts = super().propose(requests)
         return [
             found if len(each.token_ids) >= each.num_prompt_tokens + NUM_UNKNOWN else []
