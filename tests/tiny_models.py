@@ -165,5 +165,6 @@ def _generate(model_dir: Path, prompt: tuple[int, ...], max_tokens: int) -> tupl
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            use_cache=set(getattr(model.config, "layer_types", None) or [""]) != {"linear_attention"},
         )
     return tuple(output[0, len(prompt) :].tolist())

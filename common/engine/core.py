@@ -26,6 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from common.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.engine.contract.kv_groups import max_blocks_of, max_spans_in
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import NOTHING_ASKED, Asked, FinishedStep, RunningStep, SchedulerOutput
 from common.engine.executor.base import Executor
@@ -465,8 +466,9 @@ def _resolve_num_blocks(cache: CacheConfig, facts: ModelFacts) -> int:
 def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> int:
     """Tokens of the longest request, which alone must fit the KV cache."""
     wanted = config.model.max_model_len
-    num_groups = len(facts.layout.groups)
-    fitting = (num_blocks - 1) // num_groups * config.cache.block_size  # the null block holds no tokens
+    block_size = config.cache.block_size
+    most = -(-facts.max_model_len // block_size)
+    fitting = max_spans_in(facts.layout.groups, num_blocks - 1, most) * block_size  # the null block holds no tokens
     if wanted is None:
         if fitting < facts.max_model_len:
             logger.warning(
@@ -479,7 +481,7 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: 
     if wanted > facts.max_model_len:
         raise ConfigError.of("max_model_len", f"{wanted} exceeds the model's own limit of {facts.max_model_len}")
     if wanted > fitting:
-        blocks = -(-wanted // config.cache.block_size) * num_groups + 1
+        blocks = max_blocks_of(facts.layout.groups, -(-wanted // block_size)) + 1
         raise ConfigError.of(
             "max_model_len",
             f"{wanted} tokens do not fit a KV cache of {fitting} tokens; lower --max-model-len, or raise "

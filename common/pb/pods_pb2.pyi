@@ -596,6 +596,7 @@ class KVGroup(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
     num_kv_heads: _builtins.int
     head_dim: _builtins.int
     """Elements of a key; values are padded up to it."""
@@ -604,9 +605,11 @@ class KVGroup(_message.Message):
     dtype: _builtins.str
     """Of an element."""
     kind: _builtins.str
-    """Rule of what falls out: full, window and so on."""
+    """Rule of what falls out: full, window, state and so on."""
     window: _builtins.int
     """Window: tokens that a token sees, itself included."""
+    state_bytes: _builtins.int
+    """State: bytes of a text's state that a block of this group holds."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of the model, from 0 on."""
@@ -621,10 +624,11 @@ class KVGroup(_message.Message):
         dtype: _builtins.str = ...,
         kind: _builtins.str = ...,
         window: _builtins.int | None = ...,
+        state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "dtype", b"dtype", "head_dim", b"head_dim", "kind", b"kind", "layers", b"layers", "num_kv_heads", b"num_kv_heads", "value_head_dim", b"value_head_dim", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "dtype", b"dtype", "head_dim", b"head_dim", "kind", b"kind", "layers", b"layers", "num_kv_heads", b"num_kv_heads", "state_bytes", b"state_bytes", "value_head_dim", b"value_head_dim", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015

@@ -121,6 +121,7 @@ def layout_from_pb(message: pods_pb2.KVLayout) -> KVLayout:
             group.dtype,
             group.kind,
             group.window if group.HasField("window") else None,
+            group.state_bytes,
         )
         for group in message.groups
     )

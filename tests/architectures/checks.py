@@ -20,7 +20,7 @@ from tests.tiny_models import prompt_of, reference_generate
 
 LENGTHS = (1, 11, 12, 13, 16, 33, 90)  # of prompts, around the ends of windows, steps and blocks
 MAX_TOKENS = 16
-_SETTINGS = {"dtype": "float32", "num_blocks": 128, "block_size": 4, "max_model_len": 128, "num_threads": 1}
+_SETTINGS = {"dtype": "float32", "num_blocks": 2048, "block_size": 4, "max_model_len": 128, "num_threads": 1}
 _CHUNK = 16  # tokens of a step
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 

@@ -180,12 +180,22 @@ _SIZES: dict[str, Any] = {
 }
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 _MIXED = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "gemma3_text", "kolibri1", "olmo3")
+_WITH_STATES = (
+    "granitemoehybrid",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 _OWN: dict[str, dict[str, Any]] = {
+    **{name: {"layer_types": ["linear_attention", "linear_attention", "full_attention"]} for name in _WITH_STATES},
+    "bamba": {"attn_layer_indices": [2]},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     **{name: {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} for name in _MIXED},
     **{name: {"num_key_value_heads": 4} for name in _LATENT},
     "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4},
     "phimoe": {"sliding_window": MAX_MODEL_LEN},
-    "qwen3_next": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": SLIDING_WINDOW},
     "helium": {"head_dim": 12},
     "stablelm": {"partial_rotary_factor": 0.5},

@@ -15,6 +15,8 @@ CHUNK = 24  # tokens
 class ChunkGroup:
     """See KVGroupKind."""
 
+    is_state = False
+
     def __init__(self, spec: KVGroupSpec) -> None:
         pass
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from transformers import AutoConfig
 
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
@@ -16,15 +19,26 @@ from common.engine.llm import LLM
 from common.engine.messages import AddRequest, RequestOutput
 from common.errors import ErrorCode
 from common.types import Constraint, FinishReason, RequestId, SamplingParams
+from tests.architectures.models import model_dir
+from tests.tiny_models import random_model
 
 DEADLINE_S = 120.0
 FREE, BOUND = RequestId("free"), RequestId("bound")
 WORDS = Constraint.regex("([a-z]{2,9} ){60}")
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[InprocClient]:
-    with LLM(num_threads=1, max_num_seqs=8, grammar_timeout_s=0.5) as llm:
+@pytest.fixture(scope="module", params=["demo", "qwen3_next"])
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
+    """The demo model, and one with a state, which goes back to before a token that is computed again."""
+    directory = demo_model_path()
+    if request.param != "demo":
+        directory = tmp_path_factory.mktemp(request.param)
+        of_demo = json.loads((demo_model_path() / "config.json").read_text())
+        sizes = {name: of_demo[name] for name in ("vocab_size", "max_position_embeddings")}
+        random_model(AutoConfig.from_pretrained(model_dir(request.param), **sizes)).save_pretrained(directory)
+        for path in demo_model_path().glob("token*"):
+            shutil.copy(path, directory)
+    with LLM(directory, num_threads=1, max_num_seqs=8, grammar_timeout_s=0.5, num_blocks=4096) as llm:
         yield llm._client
         assert llm._client.check_integrity().violations == []
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+_MAX_STATES = 4  # of a request, that blocks hold at once: it began with one, and leaves three on its way
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
     """Layers that share a block table, as they read the same tokens. Blocks of all groups have one shape and come from
     one pool: in a block of the KV cache, layer i is that of `layers[i]` of the block's group. What a group with fewer
-    layers than others leaves of its blocks is zero."""
+    layers than others leaves of its blocks is zero.
+
+    A group of kind "state" holds, in the block of a text's last tokens, a part of the state that layers keep after
+    them, as bytes; all groups of the kind together hold the whole state. They come after all others."""
 
     layers: tuple[int, ...]  # of the model
     num_kv_heads: int
@@ -18,3 +24,17 @@ class KVGroupSpec:
     dtype: str  # name of the torch.dtype
     kind: str = "full"  # see KV_GROUP_KINDS
     window: int | None = None  # a token sees itself and the `window - 1` tokens before it
+    state_bytes: int = 0  # of its part of the state
+
+
+def max_blocks_of(groups: Sequence[KVGroupSpec], num_spans: int) -> int:
+    """The most blocks that a request holds at once for runs of tokens, each of which fills a block of every group."""
+    num_states = sum(group.kind == "state" for group in groups)
+    return num_spans * (len(groups) - num_states) + min(num_spans, _MAX_STATES) * num_states
+
+
+def max_spans_in(groups: Sequence[KVGroupSpec], num_blocks: int, most: int) -> int:
+    """How many such runs of a request fit into so many blocks; at most `most`."""
+    num_states = sum(group.kind == "state" for group in groups)
+    left = num_blocks - _MAX_STATES * num_states
+    return min(most, left // (len(groups) - num_states)) if len(groups) > num_states else most if left >= 0 else 0

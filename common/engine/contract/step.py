@@ -42,6 +42,7 @@ class NewRequest:
     block_ids: list[list[int]]  # of each KV group; 0 stands for blocks that are not needed any more
     num_computed_tokens: int
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
+    is_producer: bool = False  # what is known after its prompt is handed over
     positions: PromptPositions | None = None  # None: the tokens' places
     root: bytes = b""  # of its block hashes, see Request: tenants have different ones
     extra_keys: list[ExtraKey] = field(default_factory=list)  # of its block hashes

@@ -39,6 +39,7 @@ from common.engine.executor.fake_worker import (
     sum_of_ranks,
     sum_over,
     token_of,
+    weight_of,
 )
 from common.engine.executor.ranked_connector import join_ranks
 from common.engine.executor.staged_connector import StagedStore
@@ -65,8 +66,10 @@ FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
 
 _FULL = KVGroupSpec(layers=(0,), num_kv_heads=1, head_dim=1, value_head_dim=1, dtype="float32")
 _WINDOW = replace(_FULL, layers=(1,), kind="window", window=21)
+_STATE = replace(_FULL, layers=(1,), kind="state", state_bytes=8)
 ONE_GROUP = (_FULL,)
 TWO_GROUPS = (_FULL, _WINDOW)
+WITH_STATES = (_FULL, _STATE, _STATE)
 
 
 def expected_tokens(
@@ -85,7 +88,9 @@ def expected_tokens(
     generated: list[int] = []
     for _ in range(num_tokens):
         seen = np.stack([tokens, position_numbers(positions, 0, len(tokens)).astype(np.uint64)])
-        visible = [seen[:, kind.num_skipped_tokens(len(tokens) - 1) :] for kind in kinds]
+        weights = np.array([weight_of(place) for place in range(len(tokens))], dtype=np.uint64)
+        state = np.array([[(tokens * weights).sum()], [len(tokens)]], dtype=np.uint64)
+        visible = [state if kind.is_state else seen[:, kind.num_skipped_tokens(len(tokens) - 1) :] for kind in kinds]
         generated.append(token_of(sum_over(visible), sampling, vocab_size))
         tokens = np.append(tokens, np.uint64(generated[-1]))
     return generated

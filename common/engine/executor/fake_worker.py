@@ -2,13 +2,15 @@
 
 The "KV" of a token is its id and its position. Of both, each KV head of each layer holds its share: they add up.
 So do the ranks' sums over what a request reads, from which its next token follows: no rank knows it alone.
+
+The state of a text is a weighted sum of its token ids, and its length.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -143,13 +145,40 @@ class FakeWorker:
         places = np.arange(start, end)
         token_ids = self._shares(np.array(request.token_ids[start:end]))
         positions = self._shares(position_numbers(request.positions, start, end, self._facts.position_dims))
-        for table in map(np.array, request.block_tables):
+        for group, table in enumerate(map(np.array, request.block_tables)):
             if end > len(table) * self._block_size:
                 raise ValueError(f"{end} tokens do not fit {len(table)} blocks")
+            if self._groups.kinds[group].is_state:
+                self._write_states(request, group, start, end)
+                continue
             blocks, offsets = table[places // self._block_size], places % self._block_size
             self._slots[blocks, :, 0, :, offsets] = token_ids
             self._slots[blocks, :, 1, :, offsets] = positions
         request.num_computed_tokens = end
+
+    def _write_states(self, request: _FakeRequest, group: int, start: int, end: int) -> None:
+        """Computes the states after each of tokens [start, end); those at the end of a block or of the prompt go to
+        the block, if there is one."""
+        before, table = request.states.get(group, {}), request.block_tables[group]
+        state = before.get(start)
+        if state is None and start:
+            block = table[(start - 1) // self._block_size]
+            if not block:
+                raise ValueError(f"no state after {start} tokens")
+            state = self._slots[block, :, :, :, 0].swapaxes(0, 1).astype(np.int64)  # [2, layers, heads]
+        elif state is None:
+            state = np.zeros((2, *self._places.shape), dtype=np.int64)
+        states = {start: state}
+        for place in range(start, end):
+            added = np.array([request.token_ids[place] * weight_of(place), place + 1])
+            sums, lengths = self._shares(added)
+            state = np.stack([state[0] + sums, lengths])
+            states[place + 1] = state
+            span, length, leaving = place // self._block_size, place + 1, request.num_leaving_tokens
+            block, is_handed_over = table[span], leaving > 0 and (leaving - 1) // self._block_size == span
+            if block and (length == leaving if is_handed_over else length % self._block_size == 0):
+                self._slots[block, :, :, :, 0] = state.swapaxes(0, 1)
+        request.states[group] = states
 
     def _shares(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[tokens, layers, heads]"""
@@ -164,10 +193,17 @@ class FakeWorker:
     def _sum(self, request: _FakeRequest, end: int) -> int:
         return sum_over(
             [
-                self._read(np.array(table), kind.num_skipped_tokens(end - 1), end)
-                for table, kind in zip(request.block_tables, self._groups.kinds, strict=True)
+                self._state(request.states[group][end])
+                if kind.is_state
+                else self._read(np.array(table), kind.num_skipped_tokens(end - 1), end)
+                for group, (table, kind) in enumerate(zip(request.block_tables, self._groups.kinds, strict=True))
             ]
         )
+
+    def _state(self, shares: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """The rank's share of a state [2, 1]."""
+        found: npt.NDArray[np.uint64] = (shares.sum(axis=(1, 2)) * self._adds).astype(np.uint64)[:, None]
+        return found
 
     def _read(self, table: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.uint64]:
         """Reads the slots of tokens [start, end): the rank's share of their ids, and of their positions."""
@@ -186,11 +222,15 @@ class _FakeRequest:
     block_tables: list[list[int]]
     num_computed_tokens: int
     positions: PromptPositions | None
+    num_leaving_tokens: int  # 0: it is not a producer
+    # Of each group of states, by the number of tokens before: the rank's shares [2, layers, heads].
+    states: dict[int, dict[int, npt.NDArray[np.int64]]] = field(default_factory=dict)
 
     @classmethod
     def from_new(cls, new: NewRequest) -> _FakeRequest:
-        block_tables = [list(ids) for ids in new.block_ids]
-        return cls(list(new.token_ids), new.sampling, block_tables, new.num_computed_tokens, new.positions)
+        block_tables, num_leaving_tokens = [list(ids) for ids in new.block_ids], new.num_prompt_tokens * new.is_producer
+        token_ids, num_computed_tokens = list(new.token_ids), new.num_computed_tokens
+        return cls(token_ids, new.sampling, block_tables, num_computed_tokens, new.positions, num_leaving_tokens)
 
     @property
     def is_computed(self) -> bool:
@@ -254,6 +294,11 @@ class EncodedConnector:
 
 def _sent(message: _T, message_type: type[_T] | None = None) -> _T:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=message_type or type(message))
+
+
+def weight_of(place: int) -> int:
+    """The weight of a token in a state."""
+    return place % 7 + 1
 
 
 def position_numbers(

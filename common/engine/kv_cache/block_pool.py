@@ -176,6 +176,12 @@ class BlockPool:
             self._cached[block_hash] = block
             self.changes.store(block_hash)
 
+    def demote(self, block: Block, block_hash: BlockHash) -> None:
+        """Makes `block` the next to be allocated, if it is still cached under `block_hash`, and free."""
+        if block.block_hash == block_hash and block.ref_cnt == 0:
+            self._free.remove(block)
+            self._free.appendleft(block)
+
     def forget(self, blocks: Iterable[Block]) -> None:
         """Removes `blocks` from the prefix cache. Their users keep them."""
         for block in blocks:

@@ -29,12 +29,18 @@ class _FirstGroupChanges(CacheChanges):
 class _GroupTables:
     """One request's blocks, by span and by group. Those that fell out, or were never needed, are the null block."""
 
-    __slots__ = ("num_cached", "num_freed", "spans")
+    __slots__ = ("last_states", "num_arriving_tokens", "num_at_first", "num_cached", "num_freed", "spans")
 
-    def __init__(self, spans: list[list[Block]], num_cached: int, num_freed: list[int]) -> None:
+    def __init__(
+        self, spans: list[list[Block]], num_cached: int, num_freed: list[int], num_arriving_tokens: int
+    ) -> None:
         self.spans = spans
+        self.num_arriving_tokens = num_arriving_tokens  # after which the blocks of states hold one; 0: none comes
         self.num_cached = num_cached  # leading spans that were offered to the prefix cache
         self.num_freed = num_freed  # leading blocks of each group that have fallen out
+        self.num_at_first = len(spans)
+        # Of each group of states: the last one kept on the way through the output that has fallen out, and its key.
+        self.last_states: dict[int, tuple[Block, BlockHash]] = {}
 
 
 class GroupedKVCacheManager(KVCacheManager):
@@ -48,7 +54,7 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """See KVCacheManager."""
-        return self._num_spans(num_tokens) * len(self.groups)
+        return self.groups.max_blocks_of(self._num_spans(num_tokens))
 
     def num_shareable_blocks(self, request: TokenSequence) -> int:
         """See KVCacheManager. A producer needs the blocks that its consumer goes on with."""
@@ -64,9 +70,7 @@ class GroupedKVCacheManager(KVCacheManager):
         request.complete_block_hashes(self.block_size, num_spans)
         hashes = request.block_hashes
         find = self._pool.find
-        num_spans = self._longest_prefix(
-            0, num_spans, lambda span, group: find(group_key(hashes[span], group)) is not None
-        )
+        num_spans = self._longest_prefix(0, num_spans, lambda span, group: self._is_cached(hashes[span], group))
         firsts = self.groups.first_spans(num_spans * self.block_size)
         return [
             [
@@ -76,13 +80,18 @@ class GroupedKVCacheManager(KVCacheManager):
             for span in range(num_spans)
         ]
 
-    def _longest_prefix(self, least: int, most: int, has: Callable[[int, int], bool]) -> int:
+    def _is_cached(self, block_hash: BlockHash, group: int) -> bool:
+        return self._pool.find(group_key(block_hash, group)) is not None
+
+    def _longest_prefix(
+        self, least: int, most: int, has: Callable[[int, int], bool], num_groups: int | None = None
+    ) -> int:
         """Returns the largest number of spans with which a request can go on, of `least` to `most`, if it has those of
-        the first `least` and `has` those of (span, group)."""
+        the first `least` and `has` those of (span, group). `num_groups`: of the first so many groups only."""
         num_spans, before = most, -1
         while num_spans != before:  # until no group shortens it
             before = num_spans
-            for group in range(len(self.groups)):
+            for group in range(len(self.groups) if num_groups is None else num_groups):
                 num_spans = self._longest_of_group(group, least, num_spans, has)
         return num_spans
 
@@ -101,6 +110,7 @@ class GroupedKVCacheManager(KVCacheManager):
         """See KVCacheManager."""
         num_spans, start = self._num_spans(request.num_tokens), len(prefix)
         needed = sum(max(0, num_spans - max(start, first)) for first in self._firsts_needed(request))
+        needed += len(self._spans_of_states(request, start)) * self.groups.num_states
         revived: int = sum(block.ref_cnt == 0 for span in prefix for block in span)
         return needed + revived + held_back <= self._pool.num_free
 
@@ -108,24 +118,45 @@ class GroupedKVCacheManager(KVCacheManager):
         """See KVCacheManager. A consumer gets no blocks for what will have fallen out when its KV has arrived."""
         assert request.request_id not in self._group_tables
         self._pool.share([block for span in prefix for block in span if block is not self._null_block])
+        num_spans, num_states = self._num_spans(request.num_tokens), self.groups.num_states
+        needed, of_states = self._firsts_needed(request), self._spans_of_states(request, len(prefix))
         spans = [list(span) for span in prefix]
-        num_spans, num_groups, needed = (
-            self._num_spans(request.num_tokens),
-            len(self.groups),
-            self._firsts_needed(request),
-        )
-        num_partly = min(num_spans, max(needed))  # spans of which some groups need no block
+        num_partly = min(num_spans, max(needed, default=0))  # spans of which some groups need no block
         for span in range(len(prefix), num_partly):
             fresh = iter(self._pool.allocate(sum(span >= first for first in needed)))
             spans.append([next(fresh) if span >= first else self._null_block for first in needed])
+        num_groups = len(needed)
         rest = self._pool.allocate((num_spans - len(spans)) * num_groups)
-        spans += [rest[start : start + num_groups] for start in range(0, len(rest), num_groups)]
+        spans += [rest[at * num_groups : (at + 1) * num_groups] for at in range(num_spans - len(spans))]
+        if num_states:
+            for number, blocks in enumerate(spans[len(prefix) :], len(prefix)):
+                is_needed = number in of_states
+                blocks += self._pool.allocate(num_states) if is_needed else [self._null_block] * num_states
         firsts = self.groups.first_spans(len(prefix) * self.block_size)
-        self._group_tables[request.request_id] = _GroupTables(spans, len(prefix), firsts)
+        tables = _GroupTables(spans, len(prefix), firsts, request.num_arriving_tokens)
+        self._group_tables[request.request_id] = tables
+
+    def _spans_of_states(self, request: TokenSequence, start: int) -> set[int]:
+        """The spans from `start` on after which the state of `request` is kept, or comes: its last ones; and the one up
+        to which others have the same tokens, if that is not known from them."""
+        num_states = self.groups.num_states
+        if not num_states:
+            return set()
+        last = self._num_spans(request.num_tokens) - 1
+        if request.num_arriving_tokens:
+            return {span for span in (self._num_spans(request.num_arriving_tokens) - 1, last) if span >= start}
+        found = {last - 1, last}
+        if self.enable_prefix_caching and request.reads_cache and num_states < len(self.groups):
+            hashes, most = request.block_hashes, self.num_shareable_blocks(request)
+            request.complete_block_hashes(self.block_size, most)
+            num_groups = len(self.groups) - num_states
+            has = lambda span, group: self._is_cached(hashes[span], group)  # noqa: E731
+            found.add(self._longest_prefix(start, most, has, num_groups) - 1)
+        return {span for span in found if span >= start}
 
     def _firsts_needed(self, request: TokenSequence) -> list[int]:
-        """The first span of each group of which `request` needs a block, if none is shared."""
-        return self.groups.first_spans(request.num_arriving_tokens)
+        """The first span of each group but those of states of which `request` needs a block, if none is shared."""
+        return self.groups.first_spans(request.num_arriving_tokens)[: len(self.groups) - self.groups.num_states]
 
     def capacity(self, request: TokenSequence) -> int:
         """See KVCacheManager."""
@@ -133,7 +164,7 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def num_missing_blocks(self, request: TokenSequence, num_tokens: int) -> int:
         """See KVCacheManager."""
-        return max(0, self.num_blocks_for(num_tokens - self.capacity(request)))
+        return max(0, self._num_spans(num_tokens - self.capacity(request))) * len(self.groups)
 
     def grow(self, request: TokenSequence, num_tokens: int) -> list[list[int]] | None:
         """See KVCacheManager."""
@@ -153,8 +184,12 @@ class GroupedKVCacheManager(KVCacheManager):
         num_full = request.num_computed_tokens // self.block_size
         if num_full > table.num_cached and self.enable_prefix_caching:
             request.complete_block_hashes(self.block_size, num_full)
+            leaving = request.num_leaving_tokens or 0
             for span in range(table.num_cached, num_full):
-                for group, block in enumerate(table.spans[span]):
+                # A producer keeps the state after its prompt in this block, whatever else it computes.
+                is_of_prompt = span * self.block_size < leaving < (span + 1) * self.block_size
+                num_groups = len(self.groups) - is_of_prompt * self.groups.num_states
+                for group, block in enumerate(table.spans[span][:num_groups]):
                     if block is not self._null_block:
                         self._pool.cache(block, group_key(request.block_hashes[span], group))
             table.num_cached = num_full
@@ -167,12 +202,22 @@ class GroupedKVCacheManager(KVCacheManager):
         if leaving is not None:
             num_tokens = min(num_tokens, leaving)
         for group, first in enumerate(self.groups.first_spans(num_tokens)):
-            for span in table.spans[table.num_freed[group] : first]:
-                if span[group] is not self._null_block:
-                    self._pool.free([span[group]])
+            for number, span in enumerate(table.spans[table.num_freed[group] : first], table.num_freed[group]):
+                block = span[group]
+                if block is not self._null_block:
+                    self._pool.free([block])
                     span[group] = self._null_block
                     self.has_fallen_out = True
+                    if self.groups.kinds[group].is_state and number >= table.num_at_first and block.block_hash:
+                        self._supersede_state(table, group, block, block.block_hash)
             table.num_freed[group] = max(table.num_freed[group], first)
+
+    def _supersede_state(self, table: _GroupTables, group: int, block: Block, block_hash: BlockHash) -> None:
+        """Lets go first of all states on the way through an output but the last, where the next prompt may go on."""
+        before = table.last_states.get(group)
+        if before is not None:
+            self._pool.demote(*before)
+        table.last_states[group] = block, block_hash
 
     def free(self, request: TokenSequence) -> None:
         """See KVCacheManager."""
@@ -231,12 +276,15 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def lacks_blocks(self, request: TokenSequence) -> bool:
         """See KVCacheManager."""
-        spans = self._group_tables[request.request_id].spans
-        return any(
-            span[group] is self._null_block
-            for group, first in enumerate(self.groups.first_spans(request.num_computed_tokens))
-            for span in spans[first:]
-        )
+        table, num_tokens = self._group_tables[request.request_id], request.num_computed_tokens
+        is_of_state = not num_tokens % self.block_size or num_tokens == table.num_arriving_tokens
+        for group, (kind, first) in enumerate(zip(self.groups.kinds, self.groups.first_spans(num_tokens), strict=True)):
+            if kind.is_state and num_tokens and not is_of_state:
+                return True
+            needed = table.spans[first : first + min(1, num_tokens)] if kind.is_state else table.spans[first:]
+            if any(span[group] is self._null_block for span in needed):
+                return True
+        return False
 
     @property
     def holders(self) -> Iterable[RequestId]:

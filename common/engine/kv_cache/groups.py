@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.kv_groups import KVGroupSpec, max_blocks_of
 from common.engine.registry import Registry
 from common.errors import ConfigError
 from common.types import MAX_KV_GROUPS
@@ -18,12 +18,16 @@ from common.types import MAX_KV_GROUPS
 class KVGroupKind(Protocol):
     """The rule of what falls out of a group."""
 
+    is_state: bool  # blocks hold what is to be known after their last token; some spans have none
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that are not read by the token after `num_computed_tokens`, nor by any that follows it."""
 
 
 class FullGroup:
     """Each token reads all before it."""
+
+    is_state = False
 
     def __init__(self, spec: KVGroupSpec) -> None:
         pass
@@ -36,6 +40,8 @@ class FullGroup:
 class WindowGroup:
     """Each token reads a fixed number of tokens, itself included."""
 
+    is_state = False
+
     def __init__(self, spec: KVGroupSpec) -> None:
         if spec.window is None or spec.window < 1:
             raise ConfigError(f"a window group has a window of at least 1, not {spec.window}", param="window")
@@ -46,10 +52,24 @@ class WindowGroup:
         return max(0, num_computed_tokens - self._num_before)
 
 
+class StateGroup:
+    """Each token reads what was kept after the one before it."""
+
+    is_state = True
+
+    def __init__(self, spec: KVGroupSpec) -> None:
+        pass
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """See KVGroupKind."""
+        return max(0, num_computed_tokens - 1)
+
+
 KV_GROUP_KINDS: Registry[Callable[[KVGroupSpec], KVGroupKind]] = Registry(
     "kv_group_kind",
     {
         "full": "common.engine.kv_cache.groups:FullGroup",
+        "state": "common.engine.kv_cache.groups:StateGroup",
         "window": "common.engine.kv_cache.groups:WindowGroup",
     },
 )
@@ -63,11 +83,17 @@ class KVGroups:
         if len(specs) > MAX_KV_GROUPS:
             raise ConfigError(f"the model has {len(specs)} KV groups, of which {MAX_KV_GROUPS} can be told apart")
         self.block_size = block_size
+        self._specs = specs
         self.kinds = [KV_GROUP_KINDS.find(spec.kind)(spec) for spec in specs]
         self.is_one_full = [spec.kind for spec in specs] == ["full"]
+        self.num_states = sum(kind.is_state for kind in self.kinds)  # groups of states, which are the last
 
     def __len__(self) -> int:
         return len(self.kinds)
+
+    def max_blocks_of(self, num_spans: int) -> int:
+        """The most blocks that a request of so many spans holds at once."""
+        return max_blocks_of(self._specs, num_spans)
 
     def first_spans(self, num_computed_tokens: int) -> list[int]:
         """The first span of each group that has not fallen out when so many tokens are computed."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.devices.attention import KVSpec
 from common.engine.model.stages import refused
+from common.errors import ConfigError
+from common.types import MAX_KV_GROUPS
 
 _NEARLY_EQUAL = 1.5  # times as many layers of one kind as of another
 _MOST_OF_A_KIND = 8  # groups: each has a block table, which is packed in each step
@@ -30,6 +32,8 @@ def by_window(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec,
     turns, so that stages have equal shares of them where that is possible. Layers that all have one window are one
     group, out of which nothing falls: draft models and heads go by its blocks."""
     (whole,) = all_in_one(spec, windows)
+    if not windows:
+        return ()
     if len(set(windows)) == 1:
         return (whole,)
     layers: dict[int | None, list[int]] = {}
@@ -46,9 +50,31 @@ def by_window(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec,
     )
 
 
+def with_states(
+    groups: tuple[KVGroupSpec, ...], spec: KVSpec, state_bytes: int, block_size: int
+) -> tuple[tuple[KVGroupSpec, ...], KVSpec]:
+    """Adds groups for a state of so many bytes, as many as it takes blocks, to those of a model, and returns them with
+    what a block holds. Blocks of a model without attention are as large as the state. Raises ConfigError if there are
+    more groups than keys of blocks can name."""
+    if not groups:
+        head_dim = -(-state_bytes // (2 * block_size * spec.dtype.itemsize))
+        spec = replace(spec, num_layers=1, head_dim=head_dim, value_head_dim=head_dim)
+    bytes_per_block = spec.bytes_per_block(block_size)
+    num_parts = -(-state_bytes // bytes_per_block)
+    if len(groups) + num_parts > MAX_KV_GROUPS:
+        least = -(-state_bytes * block_size // (bytes_per_block * (MAX_KV_GROUPS - len(groups))))
+        reason = f"a state of {state_bytes} bytes takes {num_parts} blocks of {block_size} tokens; at least {least}"
+        raise ConfigError.of("block_size", reason)
+    (whole,) = all_in_one(spec, [None] * spec.num_layers)
+    sizes = [min(bytes_per_block, state_bytes - part * bytes_per_block) for part in range(num_parts)]
+    return (*groups, *(replace(whole, kind="state", state_bytes=size) for size in sizes)), spec
+
+
 def share_blocks(groups: Sequence[KVGroupSpec], runs: Sequence[range]) -> tuple[int, ...]:
     """How many layers of each block are in each run of the model's layers. Raises ConfigError if that depends on the
     block's group, unless there is one run."""
+    if not groups:
+        return (0,)
     first, *others = [tuple(sum(layer in run for layer in group.layers) for run in runs) for group in groups]
     if len(runs) == 1:
         return max([first, *others])

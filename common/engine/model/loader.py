@@ -35,6 +35,7 @@ from common.engine.model.rank_loader import load_rank, outline_of
 from common.engine.model.ranks import together
 from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.model.stages import Stage, whole_model
+from common.engine.model.states import StateLayer
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -75,6 +76,7 @@ class LoadedModel:
     weight_files: list[Path]
     directory: Path
     layers_by_stage: tuple[int, ...]  # see KVLayout
+    state_layers: Sequence[StateLayer] = ()  # in layer order
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
 
@@ -130,6 +132,7 @@ def load_model(
         kv_spec=replace(probed.spec, num_layers=layers_by_stage[links.stage]),
         layers_by_stage=layers_by_stage if links.num_stages > 1 else (),
         attention_modules=[] if found.decoder else probed.attention_modules,
+        state_layers=probed.state_layers,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
@@ -361,7 +364,7 @@ def _group(
     windows = links.join([None if window is None or window >= limit else window for window in own])
     spec = found.probed.spec
     groups = group_layers(spec, windows)
-    if len(groups) == 1 or not found.is_fusable:
+    if len(groups) <= 1 or not found.is_fusable:
         try:
             return groups, share_blocks(groups, found.stage.runs)
         except ConfigError as error:

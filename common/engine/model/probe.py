@@ -1,11 +1,12 @@
 """Finds out what a loaded model caches, and whether our attention computes the same as its own.
 
-A few tokens are computed twice: at once with transformers' eager attention, and in two parts through a recording
-attention function that computes plain causal attention from the arguments that we know and from the keys and values
-of both parts. The recording gives the attention modules in layer order and the shapes of keys and values; equal logits
-prove that the known arguments and the KV suffice (no bidirectional prefix, no state outside the KV cache, no
-positions that are counted from the start of each pass). Windows are longer than that; so it is done once more with a
-short one, as a model's mask may have a window of which its attention is not told.
+A few tokens are computed twice: at once with transformers' own code, and in parts, the last of one token, through a
+recording attention function that computes plain causal attention from the arguments that we know and from the keys and
+values of all parts, and with the states of layers that keep one. The recording gives the attention modules in layer
+order and the shapes of keys, values and states; equal logits prove that the known arguments, the KV and the states
+suffice (no bidirectional prefix, no state elsewhere, no positions that are counted from the start of each pass).
+Windows are longer than that; so it is done once more with a short one, as a model's mask may have a window of which its
+attention is not told.
 """
 
 from __future__ import annotations
@@ -26,14 +27,25 @@ from common.engine.model.attention_hook import (
     clear_layer_attention,
     set_layer_attention,
 )
+from common.engine.model.scan import replace_scan
 from common.engine.model.stages import Stage, check_stage, device_of
+from common.engine.model.states import (
+    StateBatch,
+    StateHook,
+    StateLayer,
+    StateRun,
+    States,
+    StateTensor,
+    state_modules,
+)
 from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12
-_NUM_FIRST = 7  # of these in the first part
+_PARTS = (range(7), range(7, 11), range(11, _NUM_TOKENS))  # of these
 _SHORT_WINDOW = 4
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
-_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"})
+_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"}) | _STATE_LAYER_TYPES
 _KNOWN_ARGUMENTS = frozenset(
     {"scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "dropout", "position_ids"}
 )
@@ -47,6 +59,7 @@ class ProbedModel:
     attention_modules: list[torch.nn.Module]  # in layer order
     attention_args: list[AttentionArgs]  # the same
     num_heads: list[int]  # the same
+    state_layers: list[StateLayer]  # in layer order
     inputs: torch.Tensor  # that were computed, see Stage.forward
     outputs: torch.Tensor  # the results in float32, of the model's own attention
 
@@ -71,13 +84,15 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     name = type(model).__name__
     text_config = model.config.get_text_config()
     layer_types = list(getattr(text_config, "layer_types", None) or [])
-    unsupported = sorted(set(layer_types) - _SUPPORTED_LAYER_TYPES)
+    states = state_modules(model)
+    supported = _SUPPORTED_LAYER_TYPES if states else _SUPPORTED_LAYER_TYPES - _STATE_LAYER_TYPES
+    unsupported = sorted(set(layer_types) - supported)
     if unsupported:
         raise ModelLoadError(f"{name} has {unsupported[0]} layers, which cannot be served", param="model")
-    if needs_positions(model) and "position_ids" not in inspect.signature(model.forward).parameters:
+    if needs_positions(model) and not states and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelLoadError(f"{name} takes no positions, so that a prompt cannot be computed in parts", param="model")
     calls: list[_Call] = []
-    cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the first part
+    cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the parts so far
 
     def record(module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
         unknown = [name for name, given in arguments.items() if _is_unknown(name, given)]
@@ -86,14 +101,18 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
             raise ModelLoadError(f"{name}: its attention {what}, which cannot be served", param="model")
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         args = attention_args(key.shape[3], **arguments)
-        if before is None:
+        if is_first:
             calls.append(_Call(module, num_heads, num_kv_heads, key.shape[3], value.shape[3], args))
-            cached[module] = key, value
         else:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(before[module], (key, value), strict=True))
+            key, value = (torch.cat(pair, dim=2) for pair in zip(cached[module], (key, value), strict=True))
+        cached[module] = key, value
         return _plain_attention(query, key, value, **arguments)
 
-    before: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] | None = None
+    is_first = True
+    store, outputs_of_parts = _RecordedStates(len(states)), []
+    for module in states:
+        replace_scan(module)
+    hook = StateHook(states, store)
     modules = list(model.modules())
     inputs = _inputs_of(model, stage, int(text_config.vocab_size))
     window = getattr(text_config, "sliding_window", None)
@@ -102,10 +121,13 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
         set_attention(model, ATTENTION_NAME)
         for module in modules:
             set_layer_attention(module, record)
-        first = _forward(model, stage, inputs[:_NUM_FIRST])
-        before = cached
-        outputs = torch.cat([first, _forward(model, stage, inputs[_NUM_FIRST:], _NUM_FIRST)])
-        spec = _spec_of(name, calls, stage, layer_types)
+        for part in _PARTS:
+            hook.begin_step(_batch_of(part))
+            outputs_of_parts.append(_forward(model, stage, inputs[part.start : part.stop], part.start))
+            is_first = False
+        outputs = torch.cat(outputs_of_parts)
+        spec = _spec_of(name, calls, stage, layer_types, states)
+        hook.remove()
         set_attention(model, "eager")
         expected = _forward(model, stage, inputs)
         check_stage(model, stage)
@@ -122,6 +144,7 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, NotImplementedError) as error:
         raise ModelLoadError(f"{name} cannot run with paged attention: {_first_line(error)}", param="model") from error
     finally:
+        hook.remove()
         if hides_some:
             text_config.sliding_window = window
         for module in modules:
@@ -133,15 +156,47 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
         [call.module for call in calls],
         [call.args for call in calls],
         [call.num_heads for call in calls],
+        [StateLayer(module, store.tensors(layer)) for layer, module in enumerate(states)],
         inputs,
         expected,
     )
 
 
-def _spec_of(name: str, calls: list[_Call], stage: Stage, layer_types: list[str]) -> KVSpec:
+class _RecordedStates:
+    """See StateStore. The states of one sequence, whatever the slot."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._states: list[States] = [{} for _ in range(num_layers)]
+
+    def read(self, layer: int, slots: torch.Tensor) -> States:
+        """See StateStore."""
+        return {key: state.clone() for key, state in self._states[layer].items()}
+
+    def write(self, layer: int, slots: torch.Tensor, states: States) -> None:
+        """See StateStore."""
+        self._states[layer] = states
+
+    def tensors(self, layer: int) -> tuple[StateTensor, ...]:
+        """The tensors of a layer's state."""
+        return tuple(
+            StateTensor(key, tuple(state.shape[1:]), state.dtype) for key, state in self._states[layer].items()
+        )
+
+
+def _batch_of(part: range) -> StateBatch:
+    slots = torch.zeros(int(len(part) == 1), dtype=torch.int64)
+    runs = [] if len(slots) else [StateRun(0, len(part), 0 if part.start else None, 0)]
+    return StateBatch(slots, slots, slots, runs)
+
+
+def _spec_of(
+    name: str, calls: list[_Call], stage: Stage, layer_types: list[str], states: list[torch.nn.Module]
+) -> KVSpec:
+    if not calls and states:
+        return KVSpec(0, 1, 0, 0, next(iter(states[0].parameters())).dtype)
     if not calls:
         raise ModelLoadError(f"{name} does not use transformers' attention interface", param="model")
-    if len(calls) != len(stage.layers) or len({id(call.module) for call in calls}) != len(calls):
+    if (len(calls) != len(stage.layers) and not states) or len({id(call.module) for call in calls}) != len(calls):
         raise ModelLoadError(
             f"{name} has {len(stage.layers)} layers but {len(calls)} attention calls; "
             "only models with one attention per layer can be served",
@@ -150,7 +205,7 @@ def _spec_of(name: str, calls: list[_Call], stage: Stage, layer_types: list[str]
     shapes = {(call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
     if len(shapes) > 1:
         raise ModelLoadError(f"{name} caches different shapes per layer: {sorted(shapes)}", param="model")
-    own_types = layer_types[stage.layers.start : stage.layers.stop]
+    own_types = [] if states else layer_types[stage.layers.start : stage.layers.stop]
     for layer, layer_type, call in zip(stage.layers, own_types, calls, strict=False):
         if (layer_type == "sliding_attention") != (call.args.sliding_window is not None):
             raise ModelLoadError(f"{name}: layer {layer} is {layer_type} but its attention disagrees", param="model")

@@ -42,6 +42,7 @@ from common.engine.model.parallel_plan import (
 )
 from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, cut_stage, whole_model
+from common.engine.model.states import state_modules
 from common.errors import ModelLoadError
 
 _ONLY = Place(0, 1)
@@ -116,6 +117,8 @@ def outline_of(
             model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
     is_planned = rank.size > 1 or experts is not None
+    if (is_planned or stage.size > 1) and state_modules(model):
+        raise refused(f"{type(model).__name__} has layers that keep a state, which are not cut among ranks or stages")
     own = cut_stage(model, stage.rank, stage.size) if stage.size > 1 else whole_model(model)
     plan = plan_of(model, rank.rank, rank.size, experts) if is_planned else RankPlan({}, {}, [])
     if not is_planned and stage.size == 1:

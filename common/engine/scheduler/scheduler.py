@@ -513,6 +513,7 @@ class Scheduler:
             block_ids=self._kv.block_ids(request),
             num_computed_tokens=request.num_computed_tokens,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
+            is_producer=request.is_producer,
             positions=request.positions,
             root=request.root,
             extra_keys=request.extra_keys,

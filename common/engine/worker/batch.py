@@ -38,6 +38,9 @@ class PackedBatch:
     sampled_lengths: npt.NDArray[np.int64]  # tokens before those that are sampled
     prompt_runs: list[PromptRun]  # of requests that want log probabilities of their prompt, as in logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
+    rows: npt.NDArray[np.int64]  # [num_seqs], of each sequence in the request table
+    starts: npt.NDArray[np.int64]  # [num_seqs], tokens of each sequence before the step
+    ends: npt.NDArray[np.int64]  # [num_seqs], and after it
 
 
 class BatchPacker:
@@ -74,11 +77,12 @@ class BatchPacker:
         table.num_computed_tokens[rows] = layout.ends
         token_rows = rows[layout.sequences]
         blocks, offsets = np.divmod(positions, block_size)
-        block_ids = [block_table[token_rows, blocks] for block_table in table.block_tables]
+        tables = table.block_tables[: len(self._windows)]
+        block_ids = [block_table[token_rows, blocks] for block_table in tables]
         max_blocks = -(-max(layout.seq_lens) // block_size)
         token_positions = positions if table.position_dims == 1 else table.positions(token_rows, positions)
         arrays = [table.token_ids[token_rows, positions], token_positions, layout.wanted, layout.ends]
-        for block_table, own_ids, window in zip(table.block_tables, block_ids, self._windows, strict=True):
+        for block_table, own_ids, window in zip(tables, block_ids, self._windows, strict=True):
             if window is not None:
                 table.forget_fallen(block_table, rows, np.maximum(starts - (window - 1), 0) // block_size)
             arrays += [block_table[rows, :max_blocks], own_ids * block_size + offsets]
@@ -108,6 +112,9 @@ class BatchPacker:
             sampled_lengths=layout.sampled_lengths,
             prompt_runs=layout.prompt_runs,
             opened_blocks=opened_blocks,
+            rows=rows,
+            starts=layout.ends - np.diff(layout.query_start),
+            ends=layout.ends,
         )
 
 

@@ -38,6 +38,7 @@ from common.engine.speculation.guard import NOTHING, GuardedProposer, Proposed
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
+from common.engine.worker.state_cache import StateCache
 from common.engine.worker.token_mask import TokenMask
 from common.types import Logprobs, RequestId, SamplingParams
 
@@ -77,9 +78,10 @@ class ModelRunner:
         self._memory = loaded.device.memory
         self._kv_cache = kv_cache
         self._block_size = block_size
-        self._attentions = [loaded.device.attention(kv_cache, loaded.kernels) for _ in loaded.kv_groups]
+        kv_groups = [group for group in loaded.kv_groups if group.kind != "state"]
+        self._attentions = [loaded.device.attention(kv_cache, loaded.kernels) for _ in kv_groups]
         if loaded.decoder is None:
-            for group, attention in zip(loaded.kv_groups, self._attentions, strict=True):
+            for group, attention in zip(kv_groups, self._attentions, strict=True):
                 own = [layer - stage.layers.start for layer in group.layers if layer in stage.layers]
                 install([loaded.attention_modules[layer] for layer in own], attention)
         self._recorded: RecordedDecodes | None = None
@@ -99,7 +101,18 @@ class ModelRunner:
             processors=processors,
         )
         self._proposer = proposer
-        windows = [group.window for group in loaded.kv_groups]
+        self._states: StateCache | None = None
+        if loaded.state_layers:
+            self._states = StateCache(
+                loaded.state_layers,
+                kv_cache,
+                self._table,
+                num_groups=len(loaded.kv_groups) - len(kv_groups),
+                block_size=block_size,
+                bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
+                memory=self._memory,
+            )
+        windows = [group.window for group in kv_groups or loaded.kv_groups[:1]]
         self._packer = BatchPacker(self._table, self._block_size, self._memory, windows)
         # Layers of blocks that a group does not use; those of features are of the first.
         num_layers = loaded.kv_spec.num_layers
@@ -117,6 +130,9 @@ class ModelRunner:
             self._proposer.forget(dropped)
         if self._proposer is not None and step.forgets_outputs:
             self._proposer.reset()
+        if self._states is not None:
+            new = (new.request_id for new in step.new_requests)
+            self._states.forget(self._table.known_rows_of([*step.dropped_request_ids, *new]))
         self._table.update(step)
         for group, layers in self._unused:
             self._clear_unused(group, layers, step)
@@ -159,12 +175,16 @@ class ModelRunner:
         `masks`: see Executor; `phases` are entered as they begin."""
         before = self._sampling
         batch = self._packer.pack(num_scheduled_tokens, drafts)
-        if batch.opened_blocks and self._attentions[0].reads_whole_blocks:
+        if batch.opened_blocks and self._attentions and self._attentions[0].reads_whole_blocks:
             self._clear(batch.opened_blocks)
         if before is not None and not before.is_settled:
             batch = before.fill_in(batch)
         phases.enter(Phase.FORWARD)
+        if self._states is not None:
+            self._states.begin_step(batch.rows, batch.starts, batch.ends)
         logits = self._forward(batch)
+        if self._states is not None:
+            self._states.end_step()
         if self.on_computed is not None:
             self.on_computed(batch)
         if not self._stage.is_last:
@@ -303,7 +323,7 @@ class ModelRunner:
             attention = cast("ProjectionAttention", self._attentions[0])  # a fused decoder has one KV group
             found = self._loaded.decoder(*inputs, attention, wanted)
             return found[:, : self._loaded.vocab_size] if self._stage.is_last else found
-        for backend, batch in zip(self._attentions, inputs.attention.by_group(), strict=True):
+        for backend, batch in zip(self._attentions, inputs.attention.by_group(), strict=False):  # none: only states
             backend.begin_step(batch)
         found = self._stage.forward(
             self._loaded.model,
@@ -316,7 +336,7 @@ class ModelRunner:
     @torch.inference_mode()
     def record_decodes(self, max_num_decodes: int) -> None:
         """Records steps of up to so many decodes, if device and model allow it."""
-        if self._loaded.position_dims > 1:
+        if self._loaded.position_dims > 1 or self._states is not None:
             return
         num_groups = len(self._attentions)
         limits = DecodeLimits(max_num_decodes, self.max_model_len, self._block_size, num_groups=num_groups)
@@ -438,7 +458,7 @@ class ModelRunner:
         Writes to the first blocks."""
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
-        block_ids = [blocks for _ in self._attentions]  # what they hold does not matter
+        block_ids = [[0] * len(blocks) if group.kind == "state" else blocks for group in self._loaded.kv_groups]
         new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, block_ids, 0)
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})

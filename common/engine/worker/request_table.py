@@ -67,6 +67,7 @@ class RequestTable:
         self._num_blocks = [0] * max_num_seqs
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._params = [_NO_PARAMS] * max_num_seqs
+        self._is_producer = [False] * max_num_seqs
         self._roots = [b""] * max_num_seqs
         self._rules = [NO_RULES] * max_num_seqs
         self._ruled: deque[int] = deque(maxlen=_NUM_COMPARED)  # rows that got rules last
@@ -106,6 +107,11 @@ class RequestTable:
         """Rows of the requests, in order."""
         rows = self._rows
         return np.array([rows[request_id] for request_id in request_ids], dtype=np.int64)
+
+    def known_rows_of(self, request_ids: Iterable[RequestId]) -> list[int]:
+        """Rows of those of the requests that have one."""
+        rows = self._rows
+        return [rows[request_id] for request_id in request_ids if request_id in rows]
 
     def positions(self, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions [dimensions, tokens] of tokens by their rows and their places in them."""
@@ -225,6 +231,14 @@ class RequestTable:
             self._processors_of[row],
         )
 
+    def num_leaving_tokens(self, row: int) -> int:
+        """After how many tokens what is known is handed over; 0: it is not."""
+        return int(self._num_prompt_tokens[row]) if self._is_producer[row] else 0
+
+    def has_grammar(self, row: int) -> bool:
+        """Whether masks decide what the row may go on with."""
+        return self._params[row].structured_outputs is not None
+
     def num_top_of_prompt(self, row: int) -> int:
         """How many most likely tokens are reported at each position of the prompt."""
         return self._params[row].prompt_logprobs or 0
@@ -253,6 +267,7 @@ class RequestTable:
         self._mixed_seeds[row] = mixed_seed(new.sampling.settled_seed)
         self._rules[row] = self._rules_of(new.sampling)
         self._params[row] = new.sampling
+        self._is_producer[row] = new.is_producer
         self._roots[row] = new.root
         if self._rules[row] is not NO_RULES:
             self._ruled.append(row)

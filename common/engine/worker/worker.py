@@ -14,6 +14,7 @@ import torch
 
 from common.engine.config import EngineConfig
 from common.engine.contract.integrity import KnownRequests
+from common.engine.contract.kv_groups import max_blocks_of, max_spans_in
 from common.engine.contract.layout import KVLayout
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
@@ -36,7 +37,7 @@ from common.engine.model.eagle3 import load_eagle3
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.heads import LoadedHead
-from common.engine.model.kv_groups import GroupLayers, by_window
+from common.engine.model.kv_groups import GroupLayers, by_window, with_states
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.model.mtp import load_mtp
 from common.engine.model.stage_links import OneStage, StageLinks
@@ -51,6 +52,7 @@ from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
 from common.engine.worker.head import Head, HeadRunner
 from common.engine.worker.model_runner import ModelRunner
+from common.engine.worker.state_cache import state_bytes_of
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
 from common.types import RequestId, SamplingParams
@@ -149,6 +151,8 @@ class Worker:
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
+        if loaded.state_layers:
+            loaded = self._loaded = self._with_states(loaded)
         if self._draft_loaded is not None and self._head and not self._head.module.share_embedding(loaded):
             reason = "the head has no embedding of its own, and the model's is cut into ranks"
             raise ConfigError.of("speculative", reason)
@@ -193,7 +197,8 @@ class Worker:
         spec = self._cache_spec(self._loaded)
         self._kv_cache = kv_cache = allocate_kv_cache(spec, num_blocks, block_size, self._loaded.device)
         features = None if self._head is None else self._open_features(self._head, kv_cache)
-        fitting = (num_blocks - 1) // len(self._loaded.kv_groups) * block_size
+        most = -(-self._max_model_len(self._loaded) // block_size)
+        fitting = max_spans_in(self._loaded.kv_groups, num_blocks - 1, most) * block_size
         self._runner = ModelRunner(
             self._loaded,
             kv_cache,
@@ -344,6 +349,13 @@ class Worker:
             head = load_eagle3(self._config.model, options, device_number)
         return head if self._config.for_heads is None else head.without_layers()
 
+    def _with_states(self, loaded: LoadedModel) -> LoadedModel:
+        """Adds the KV groups of its layers' states."""
+        groups, spec = with_states(
+            loaded.kv_groups, loaded.kv_spec, state_bytes_of(loaded.state_layers), self._config.cache.block_size
+        )
+        return replace(loaded, kv_groups=groups, kv_spec=spec)
+
     @property
     def _keeps_features_with_kv(self) -> bool:
         """Whether they are in the KV cache, of which each of several ranks has some KV heads or layers."""
@@ -427,7 +439,7 @@ class Worker:
         bytes_per_block = self._cache_spec(loaded).bytes_per_block(cache.block_size) + self._draft_bytes_per_block
         if cache.num_blocks is not None:
             return cache.num_blocks * bytes_per_block
-        blocks_per_seq = -(-self._max_model_len(loaded) // cache.block_size) * len(loaded.kv_groups)
+        blocks_per_seq = max_blocks_of(loaded.kv_groups, -(-self._max_model_len(loaded) // cache.block_size))
         usable_blocks = self._config.scheduler.max_num_seqs * blocks_per_seq + 1  # and the null block
         return min(self._available_kv_bytes(loaded), usable_blocks * bytes_per_block)
 
@@ -438,7 +450,8 @@ class Worker:
             return cache.kv_cache_memory
         if memory.is_own:
             self._profile(loaded)
-        return int(memory.free_bytes() * (cache.memory_fraction or memory.default_fraction))
+        for_kv = int(memory.free_bytes() * (cache.memory_fraction or memory.default_fraction))
+        return for_kv - self._config.scheduler.max_num_seqs * state_bytes_of(loaded.state_layers)
 
     def _profile(self, loaded: LoadedModel) -> None:
         """Runs the largest step once over a temporary KV cache, so that the memory measured afterwards is really

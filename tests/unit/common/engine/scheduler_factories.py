@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from common.engine.config import SchedulerConfig
-from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.kv_groups import KVGroupSpec, max_spans_in
 from common.engine.contract.parts import encode_address
 from common.engine.contract.step import (
     NOTHING_ASKED,
@@ -81,7 +81,9 @@ EOS = 2
 ONE_WINDOW = (dataclasses.replace(ONE_GROUP[0], kind="window", window=6),)
 TWO_GROUPS = (*ONE_GROUP, *ONE_WINDOW)
 ALL_DRAFTS = ("none", "none", "right", "wrong", "half")
-ALL_GROUPS = (ONE_GROUP, TWO_GROUPS, ONE_WINDOW)
+STATE = dataclasses.replace(ONE_GROUP[0], kind="state", state_bytes=4)
+WITH_STATES = (*ONE_GROUP, STATE, STATE)
+ALL_GROUPS = (ONE_GROUP, TWO_GROUPS, ONE_WINDOW, WITH_STATES, (STATE,))
 VOCAB_SIZE = 32
 
 
@@ -161,7 +163,7 @@ def create_scheduler(
     """A scheduler of `num_blocks - 1` usable blocks; `settings` are those of SchedulerConfig. `max_model_len` is 64, or
     less if that does not fit."""
     kv_groups = KVGroups(groups, block_size)
-    fitting = (num_blocks - 1) // len(groups) * block_size
+    fitting = max_spans_in(groups, num_blocks - 1, 64 // block_size) * block_size
     return SchedulerWithTransfers(
         SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, "target_itl_ms": None} | settings),
         create_kv_cache_manager(num_blocks, kv_groups, enable_prefix_caching=enable_prefix_caching),
@@ -278,7 +280,7 @@ def valid_contents(transfer: BlockTransfer, contents: Sequence[Sequence[int]]) -
 
 
 def stored_prompt(
-    request: AddRequest, block_size: int = BLOCK_SIZE, *, num_groups: int = 1
+    request: AddRequest, block_size: int = BLOCK_SIZE, *, groups: Sequence[KVGroupSpec] = ONE_GROUP
 ) -> dict[BlockHash, list[int]]:
     """Content of the medium after the KV of the whole prompt was saved, in the order of the tokens."""
     tokens, root = request.prompt_token_ids, root_hash(request.cache_salt)
@@ -286,10 +288,11 @@ def stored_prompt(
     if len(tokens) % block_size:
         hashes.append(hash_partial_block(tokens, block_size, hashes.copy(), root))
     values = fingerprints(tokens)
+    contents = [values[start : start + block_size] for start in range(0, len(values), block_size)]
     return {
-        group_key(block_hash, group): values[index * block_size : (index + 1) * block_size]
-        for index, block_hash in enumerate(hashes)
-        for group in range(num_groups)
+        group_key(block_hash, number): content[-1:] * len(content) if group.kind == "state" else content
+        for block_hash, content in zip(hashes, contents, strict=True)
+        for number, group in enumerate(groups)
     }
 
 
@@ -298,6 +301,9 @@ class _RunningRequest:
         self.token_ids = new.token_ids
         self.block_tables = [list(table) for table in new.block_ids]
         self.num_computed_tokens = new.num_computed_tokens
+        self.num_leaving_tokens = new.num_prompt_tokens if new.is_producer else 0
+        self.state_lengths: dict[int, set[int]] = {}  # of each group of states: tokens before those at hand
+        self.states_read: dict[int, int] = {}  # from the group's blocks, by the step
 
 
 @dataclass
@@ -761,15 +767,39 @@ class FakeEngine:
         values = fingerprints(request.token_ids + drafts)
         moving = {block_id for _, transfer in self.jobs.values() for block_id in transfer.block_ids}
         moving.update(*self.windows.values())
-        for table in request.block_tables:
+        request.states_read.clear()
+        for group, table in enumerate(request.block_tables):
+            if self._groups.kinds[group].is_state:
+                self._write_states(request, group, range(start, stop), values, moving)
+                continue
             for position in range(start, stop):
                 slot = self._slot(table, position)
                 assert slot // self.block_size not in moving, "a block under transfer changes"
                 self._kv[slot] = values[position]
 
+    def _write_states(
+        self, request: _RunningRequest, group: int, positions: range, values: list[int], moving: set[int]
+    ) -> None:
+        """All slots of a block hold the state after its last token, or the prompt's."""
+        table, start = request.block_tables[group], positions.start
+        if start and start not in request.state_lengths.get(group, ()):
+            request.states_read[group] = self._kv.get(self._slot(table, start - 1), -1)
+        request.state_lengths[group] = {*positions, positions.stop}
+        for position in positions:
+            span, length = position // self.block_size, position + 1
+            block_id, leaving = table[span], request.num_leaving_tokens
+            is_handed_over = leaving > 0 and (leaving - 1) // self.block_size == span
+            if block_id and (length == leaving if is_handed_over else length % self.block_size == 0):
+                assert block_id not in moving, "a block under transfer changes"
+                self.write_block(block_id, [values[position]] * self.block_size)
+
     def _check_reads(self, request: _RunningRequest, token_ids: list[int], start: int) -> None:
         """The tokens from `start` on read, in each group, what those before them and they themselves have written."""
-        for table, kind in zip(request.block_tables, self._groups.kinds, strict=True):
+        for group, (table, kind) in enumerate(zip(request.block_tables, self._groups.kinds, strict=True)):
+            if kind.is_state:
+                expected = fingerprints(token_ids)[start - 1]
+                assert request.states_read.get(group, expected) == expected, "it goes on from another state"
+                continue
             first = kind.num_skipped_tokens(start)
             read = [self._kv.get(self._slot(table, position), -1) for position in range(first, len(token_ids))]
             assert read == fingerprints(token_ids)[first:], "it reads other KV"

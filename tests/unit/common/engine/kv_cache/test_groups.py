@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.contract.kv_groups import max_blocks_of, max_spans_in
 from common.engine.executor.fake import ONE_GROUP
 from common.engine.kv_cache import BlockOrder, KVCacheManager, KVGroups, create_kv_cache_manager
 from common.engine.scheduler.request import Request
@@ -14,6 +15,7 @@ from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE
 
 (FULL,) = ONE_GROUP
 WINDOW = replace(FULL, kind="window", window=6)
+STATE = replace(FULL, kind="state", state_bytes=8)
 PROMPT = list(range(100, 130))
 
 
@@ -270,3 +272,83 @@ def test_what_is_found_is_the_content_of_equal_tokens(specs, prompts):
     for request in living:
         kv.free(request)
     assert kv.num_free_blocks == kv.num_blocks
+
+
+def spans_with_states(kv: KVCacheManager, request: Request) -> list[int]:
+    first, second = kv.block_ids(request)[1:]
+    spans = [span for span, block_id in enumerate(first) if block_id]
+    assert [span for span, block_id in enumerate(second) if block_id] == spans
+    return spans
+
+
+def test_a_request_has_blocks_for_its_last_states_only():
+    kv = make_manager(41, FULL, STATE, STATE)
+    request = make_request("a", PROMPT)
+    kv.allocate(request, [])
+    assert spans_with_states(kv, request) == [6, 7]
+    compute_in_steps(kv, request, 11, 28, 29)
+    assert spans_with_states(kv, request) == [7]
+    request.append(SampledToken(1))
+    request.append(SampledToken(2))
+    request.append(SampledToken(3))
+    assert kv.grow(request, 33) is not None
+    assert spans_with_states(kv, request) == [7, 8]
+    compute_in_steps(kv, request, 33)
+    assert spans_with_states(kv, request) == [8]
+    assert kv.check_integrity([]) == []
+    kv.free(request)
+    assert kv.num_free_blocks == kv.num_blocks
+
+
+def test_a_hit_ends_where_a_state_was_kept():
+    kv = make_manager(81, FULL, STATE, STATE)
+    compute(kv, make_request("a", PROMPT))  # states after 7 blocks, as 30 tokens leave the eighth open
+    assert len(kv.find_cached_prefix(make_request("b", PROMPT))) == 7
+    assert len(kv.find_cached_prefix(make_request("c", [*PROMPT[:25], 7, 7, 7, 7]))) == 0
+
+
+def test_the_second_to_leave_a_text_keeps_the_state_where_it_does():
+    kv = make_manager(81, FULL, STATE, STATE)
+    compute(kv, make_request("a", PROMPT))
+    second = make_request("b", [*PROMPT[:12], *range(20)])
+    prefix = kv.find_cached_prefix(second)
+    assert prefix == []
+    kv.allocate(second, prefix)
+    assert spans_with_states(kv, second) == [2, 6, 7]
+    compute_in_steps(kv, second, 12, 32)
+    assert len(kv.find_cached_prefix(make_request("c", [*PROMPT[:12], *range(50, 70)]))) == 3
+
+
+def test_states_on_the_way_through_an_output_are_the_next_to_go():
+    """But for the last: a prompt that goes on from the output needs that."""
+    kv = make_manager(41, FULL, STATE)
+    request = make_request("a", PROMPT, max_tokens=60)
+    compute(kv, request)
+    for _ in range(22):
+        request.append(SampledToken(1))
+        assert kv.grow(request, request.num_tokens) is not None
+        compute_in_steps(kv, request, request.num_tokens)
+    kv.free(request)
+    states = {request.block_hashes.index(key[:HASH_BYTES]) for key in kv._pool._cached if group_of(key) == 1}
+    assert {6, 7, 12} <= states < set(range(6, 13))
+
+
+def test_a_consumer_gets_the_state_after_its_prompt():
+    kv = make_manager(41, FULL, STATE, STATE)
+    request = consumer("a", PROMPT)
+    assert kv.can_allocate(request, [], kv.num_blocks - 10)
+    kv.allocate(request, [])
+    assert spans_with_states(kv, request) == [7]
+    request.awaits_handoff = False
+    for num_computed, lacks in [(0, False), (8, True), (28, True), (29, True), (30, False)]:
+        request.num_computed_tokens = num_computed
+        assert kv.lacks_blocks(request) == lacks
+
+
+@given(st.integers(0, 3), st.integers(0, 2), st.integers(0, 40))
+def test_what_fits_is_what_a_request_takes_at_most(num_full, num_states, num_blocks):
+    groups = [FULL] * num_full + [STATE] * num_states
+    if groups:
+        num_spans = max_spans_in(groups, num_blocks, 50)
+        assert max_blocks_of(groups, num_spans) <= num_blocks or not num_spans
+        assert num_spans == 50 or num_spans < 4 or max_blocks_of(groups, num_spans + 1) > num_blocks

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    MambaConfig,
-    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
     T5Config,
     T5ForConditionalGeneration,
     XGLMConfig,
@@ -176,16 +176,13 @@ def test_encoder_decoder(tmp_path):
 
 
 def test_no_attention(tmp_path):
-    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
     refused(save_tiny(config, tmp_path))
 
 
-def test_linear_attention(tmp_path):
-    config = Qwen3NextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, num_experts=2,
-        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-    )  # fmt: skip
+def test_a_state_in_the_code_of_the_model(tmp_path):
+    config = RecurrentGemmaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+                                  num_attention_heads=2, lru_width=32)  # fmt: skip
     assert "linear_attention" in refused(save_tiny(config, tmp_path))
 
 

@@ -101,7 +101,7 @@ class DirectTiersMachine(DirectHandoffMachine):
     def add_what_another_pod_computed(self, num_tokens, num_kept, is_plain):
         prompt = [10 + index % 2 for index in range(num_tokens)]
         num_groups = len(self.groups)
-        content = list(stored_prompt(create_request("", prompt), num_groups=num_groups).items())
+        content = list(stored_prompt(create_request("", prompt), groups=self.groups).items())
         self.medium.update(content[: min(num_kept, num_tokens // BLOCK_SIZE) * num_groups])
         if is_plain:
             self.add_plain(prompt, 6)

@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts="none",
         groups=ONE_GROUP,
     ):
+        self.groups = groups
         scheduler = create_scheduler(
             num_blocks=1 + (num_blocks - 1) * len(groups),
             groups=groups,
@@ -203,8 +204,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The prefill pod saved the KV of `num_more` further tokens."""
         request = self.requests[request_id]
         num_ready = min(self.open[request_id] + num_more, len(request.prompt_token_ids))
-        num_groups = len(self.engine.scheduler.kv.groups)
-        stored = stored_prompt(request, num_groups=num_groups)
+        num_groups = len(self.groups)
+        stored = stored_prompt(request, groups=self.groups)
         is_all = num_ready == len(request.prompt_token_ids)
         for block_hash in list(stored)[: None if is_all else num_ready // BLOCK_SIZE * num_groups]:
             self.engine.medium[block_hash] = stored[block_hash]

@@ -497,7 +497,7 @@ class TestGroups:
     def test_what_fell_out_is_not_restored_and_not_cached(self):
         engine, request = create_engine(groups=TWO_GROUPS), create_request("a", 14)
         engine.settle_at_once = True
-        engine.medium.update(stored_prompt(request, num_groups=2))
+        engine.medium.update(stored_prompt(request, groups=TWO_GROUPS))
         shorter = create_request("b", request.prompt_token_ids[: BLOCK_SIZE + 2])
         engine.add(request)
         engine.run()

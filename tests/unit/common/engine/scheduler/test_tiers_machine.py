@@ -45,8 +45,8 @@ class TiersMachine(SchedulerMachine):
     def add_what_another_pod_computed(self, role, num_tokens, num_kept, max_tokens, is_alike):
         first = 10 if is_alike else 12 + len(self.requests)
         prompt = [first, *(10 + index % 2 for index in range(1, num_tokens))]
-        num_groups = len(self.engine.scheduler.kv.groups)
-        content = list(stored_prompt(create_request("", prompt), num_groups=num_groups).items())
+        num_groups = len(self.groups)
+        content = list(stored_prompt(create_request("", prompt), groups=self.groups).items())
         self.engine.medium.update(content[: min(num_kept, num_tokens // BLOCK_SIZE) * num_groups])
         self.add(role, prompt, [], max_tokens, ignore_eos=True, priority=0, salt="")
 

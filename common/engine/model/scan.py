@@ -1,0 +1,70 @@
+"""The selective scan of Mamba's first kind, from a state on: that of `transformers` begins each text anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_NAME = "mamba_selective_scan"
+_STATE: ContextVar[torch.Tensor | None] = ContextVar("state", default=None)  # [texts, channels, state size]
+
+
+@contextmanager
+def scan_from_state(state: torch.Tensor | None) -> Iterator[None]:
+    """Lets scans within begin with it. None: with zeros."""
+    token = _STATE.set(state)
+    try:
+        yield
+    finally:
+        _STATE.reset(token)
+
+
+def replace_scan(module: nn.Module) -> None:
+    """Puts the scan below in place of that in the module's code, if it has one."""
+    code = sys.modules[type(module).__module__]
+    if hasattr(code, _NAME):
+        setattr(code, _NAME, selective_scan)
+
+
+def selective_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,  # noqa: N803  named as there
+    B: torch.Tensor,  # noqa: N803
+    C: torch.Tensor,  # noqa: N803
+    D: torch.Tensor | None = None,  # noqa: N803
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Computes what transformers' function of the name does. `hidden_states`, `dt` and `z` are [texts, channels,
+    tokens], `A` [channels, size], `B` and `C` [texts, size, tokens]; returns outputs [texts, channels, tokens], and the
+    last state [texts, channels, size] if wanted."""
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[:, None]
+    if delta_softplus:
+        dt = functional.softplus(dt)
+    inputs = dt.float() * hidden_states.float()
+    state = _STATE.get()
+    if state is None:
+        state = torch.zeros(*hidden_states.shape[:2], A.shape[1], dtype=torch.float32, device=A.device)
+    outputs = torch.empty_like(inputs)
+    for token in range(hidden_states.shape[2]):
+        decay = torch.exp(A * dt[..., token, None])
+        state = torch.addcmul(decay * state, inputs[..., token, None], B[:, None, :, token].float())
+        torch.matmul(state, C[..., token, None].float(), out=outputs[..., token, None])
+    if D is not None:
+        outputs = outputs + hidden_states * D[:, None]
+    if z is not None:
+        outputs = outputs * functional.silu(z)
+    outputs = outputs.to(hidden_states.dtype)
+    return (outputs, state) if return_last_state else outputs

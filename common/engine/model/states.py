@@ -1,0 +1,196 @@
+"""Layers that keep a state of each text in place of KV: state spaces, linear attention, short convolutions.
+
+Their code in `transformers` reads and writes states by a cache's methods, for whole texts side by side. Here each of
+their modules gets a step's packed batch, is called for its decodes at once and for each run of a chunk, and is given
+the states of those sequences, from and to a StateStore.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from common.engine.model.scan import scan_from_state
+
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_CACHE_METHODS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
+
+StateKey = tuple[str, int]
+"""Names a tensor of a layer's state: its kind and its number."""
+
+States = dict[StateKey, torch.Tensor]
+"""A layer's states of some sequences, each [sequences, ...]."""
+
+
+class StateRun(NamedTuple):
+    """Consecutive tokens of one sequence in a batch, after which its state is kept."""
+
+    start: int  # in the batch
+    stop: int
+    source: int | None  # slot of the state before them; None: they begin the text
+    target: int  # slot of the state after them
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """The tokens of a step's batch. Decodes are of one token each, the next of a sequence."""
+
+    tokens: torch.Tensor  # [num_decodes] int64, of the batch
+    sources: torch.Tensor  # [num_decodes] int64, slots of the states before them
+    targets: torch.Tensor  # [num_decodes] int64, slots of the states after them
+    runs: Sequence[StateRun]  # of all other tokens; those of a sequence in order
+
+
+class StateStore(Protocol):
+    """Keeps the states of layers in numbered slots."""
+
+    def read(self, layer: int, slots: torch.Tensor) -> States:
+        """Returns copies of the states in `slots` [sequences]."""
+
+    def write(self, layer: int, slots: torch.Tensor, states: States) -> None:
+        """Puts states into `slots` [sequences]."""
+
+
+class StateTensor(NamedTuple):
+    """A tensor of a layer's state."""
+
+    key: StateKey
+    shape: tuple[int, ...]  # of one sequence
+    dtype: torch.dtype
+
+
+class StateLayer(NamedTuple):
+    """A module that keeps a state."""
+
+    module: nn.Module
+    tensors: tuple[StateTensor, ...]
+
+
+class SequenceStates:
+    """The states of sequences that a module computes, by the methods of a cache of transformers."""
+
+    def __init__(self, states: States | None = None) -> None:
+        self.states: States = {} if states is None else states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Last inputs of a convolution [sequences, channels, width]; None at the start of a text."""
+        return self.states.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Returns the state of a recurrence [sequences, ...]; None at the start of a text."""
+        return self.states.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Takes inputs [sequences, channels, tokens], and returns them after those kept so far."""
+        before = self.states.get(("conv", state_idx))
+        known = inputs if before is None else torch.cat([before, inputs], dim=-1)
+        width = inputs.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        kept = known[..., -width:]
+        self.states["conv", state_idx] = nn.functional.pad(kept, (width - kept.shape[-1], 0))
+        return known
+
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        """Takes the state after the tokens."""
+        self.states["recurrent", state_idx] = state
+        return state
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Whether tokens came before."""
+        return bool(self.states)
+
+    def is_recording_past(self, layer_idx: int | None = None) -> bool:
+        """False: nothing is taken back."""
+        return False
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Returns the state of MiniMax's lightning attention."""
+        return self.states.get(("linear", 0))
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        """Takes it after the tokens."""
+        self.states["linear", 0] = state
+
+
+def state_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that keep a state, in layer order."""
+    return [module for module in model.modules() if _keeps_state(module)]
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    forward = inspect.unwrap(type(module).forward)
+    return not _CACHE_METHODS.isdisjoint(forward.__code__.co_names)
+
+
+class StateHook:
+    """Lets the modules compute a step's batch with states in a store."""
+
+    def __init__(self, modules: Sequence[nn.Module], store: StateStore) -> None:
+        self._modules = modules
+        self._store = store
+        self._batch: StateBatch | None = None
+        for layer, module in enumerate(modules):
+            module.forward = _Forward(self, layer, module)
+
+    def remove(self) -> None:
+        """Lets them compute as transformers does."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+
+    def begin_step(self, batch: StateBatch) -> None:
+        """Called before each forward pass."""
+        self._batch = batch
+
+    def compute(self, layer: int, forward: _Forward, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
+        """Calls the module for each part of the batch. `hidden` is [1, tokens, size]."""
+        batch, store = self._batch, self._store
+        assert batch is not None
+        outputs = torch.empty_like(hidden)
+        found: Any = None
+        if len(batch.tokens):
+            states = SequenceStates(store.read(layer, batch.sources))
+            found = forward.own(hidden[0, batch.tokens, None], states, arguments)
+            outputs[0, batch.tokens] = (found[0] if isinstance(found, tuple) else found)[:, 0]
+            store.write(layer, batch.targets, states.states)
+        for run in batch.runs:
+            states = SequenceStates() if run.source is None else SequenceStates(store.read(layer, _one(run.source)))
+            found = forward.own(hidden[:, run.start : run.stop], states, arguments)
+            outputs[:, run.start : run.stop] = found[0] if isinstance(found, tuple) else found
+            store.write(layer, _one(run.target), states.states)
+        return (outputs, None) if isinstance(found, tuple) else outputs
+
+
+def _one(slot: int) -> torch.Tensor:
+    return torch.tensor([slot])
+
+
+class _Forward:
+    """A module's forward method."""
+
+    def __init__(self, hook: StateHook, layer: int, module: nn.Module) -> None:
+        self._hook = hook
+        self._layer = layer
+        self._own = type(module).forward.__get__(module)
+        names = list(inspect.signature(self._own).parameters)
+        self._hidden = names[0]
+        self._cache = next(name for name in _CACHE_ARGUMENTS if name in names)
+        self._names = names
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        hidden = arguments.pop(self._hidden)
+        arguments.pop(self._cache, None)
+        if "attention_mask" in self._names:
+            arguments["attention_mask"] = None
+        return self._hook.compute(self._layer, self, hidden, arguments)
+
+    def own(self, hidden: torch.Tensor, states: SequenceStates, arguments: Mapping[str, Any]) -> Any:
+        """Calls the module's code with hidden states [sequences, tokens, size]."""
+        with scan_from_state(states.get_recurrent_state(self._layer)):
+            return self._own(**arguments, **{self._hidden: hidden, self._cache: states})

@@ -1,0 +1,232 @@
+"""The states of running requests, for layers that keep one in place of KV.
+
+A request that runs has its state in a slot, from which each step goes on. After runs of tokens for which its tables
+have blocks of the state groups, the state is copied there, so that the prefix cache, tiers and handoffs treat it as
+they treat KV; a request that comes with computed tokens begins with a copy from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.engine.devices.base import Memory
+from common.engine.model.states import StateBatch, StateHook, StateLayer, StateRun, States, StateTensor
+from common.engine.worker.request_table import RequestTable
+
+_ALIGNMENT = 64  # bytes
+_FIRST_SLOTS = 8
+
+
+class _Place(NamedTuple):
+    """The place of a tensor in the bytes of a state."""
+
+    offset: int
+    tensor: StateTensor
+
+
+class _Part(NamedTuple):
+    """Tokens [start, end) of a row, the first of which is number `first` of a batch."""
+
+    start: int
+    end: int
+    first: int
+
+
+class _Save(NamedTuple):
+    """A state that is to be copied to blocks."""
+
+    slot: int
+    row: int
+    span: int
+
+
+def state_bytes_of(layers: Sequence[StateLayer]) -> int:
+    """Bytes of the state of one text, in all layers."""
+    return _places_of(layers)[1]
+
+
+def _places_of(layers: Sequence[StateLayer]) -> tuple[list[list[_Place]], int]:
+    places: list[list[_Place]] = []
+    offset = 0
+    for layer in layers:
+        places.append([])
+        for tensor in layer.tensors:
+            places[-1].append(_Place(offset, tensor))
+            offset += -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
+    return places, offset
+
+
+def _num_bytes(tensor: StateTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+class StateCache:
+    """Slots of states, and copies between them and the blocks of the last groups. Used on the worker's thread."""
+
+    def __init__(
+        self,
+        layers: Sequence[StateLayer],
+        kv_cache: torch.Tensor,
+        table: RequestTable,
+        *,
+        num_groups: int,
+        block_size: int,
+        bytes_per_block: int,
+        memory: Memory,
+    ) -> None:
+        """`num_groups`: of states. Blocks of `kv_cache` hold a part of one in their first `bytes_per_block` bytes."""
+        self._table = table
+        self._groups = table.block_tables[-num_groups:]
+        self._block_size = block_size
+        self._memory = memory
+        self._places, num_bytes = _places_of(layers)
+        self._blocks = kv_cache.flatten(1).view(torch.uint8)[:, :bytes_per_block]
+        self._width = num_groups * bytes_per_block
+        assert num_bytes <= self._width
+        self._free: list[int] = []
+        self._released: list[int] = []  # slots that a step may still read
+        self._states = memory.zeros((0, self._width), torch.uint8)  # whose bytes beyond the state stay zero
+        self._grow(_FIRST_SLOTS)
+        self._kept: dict[int, dict[int, int]] = {}  # slots of a row's states, by the number of tokens before
+        self._saves: list[_Save] = []
+        self.hook = StateHook([layer.module for layer in layers], self)
+
+    def _grow(self, num_slots: int) -> None:
+        """Makes room for so many slots. Those in use stay as they are."""
+        before = self._states
+        self._states = self._memory.zeros((num_slots, self._width), torch.uint8)
+        self._states[: len(before)] = before
+        self._free += range(len(before), num_slots)
+        self._tensors = [{place.tensor.key: self._view(place) for place in places} for places in self._places]
+
+    def _view(self, place: _Place) -> torch.Tensor:
+        tensor = place.tensor
+        found = self._states[:, place.offset : place.offset + _num_bytes(tensor)]
+        return found.view(tensor.dtype).view(-1, *tensor.shape)
+
+    def read(self, layer: int, slots: torch.Tensor) -> States:
+        """See StateStore."""
+        return {key: states[slots] for key, states in self._tensors[layer].items()}
+
+    def write(self, layer: int, slots: torch.Tensor, states: States) -> None:
+        """See StateStore."""
+        for key, tensor in self._tensors[layer].items():
+            tensor[slots] = states[key].to(tensor.dtype)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """The rows are of other requests from here on."""
+        for row in rows:
+            self._released += self._kept.pop(row, {}).values()
+
+    def begin_step(
+        self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    ) -> None:
+        """Prepares the layers for a batch of sequences, tokens [start, end) of each row. A row with drafts is in it
+        several times, with a token each."""
+        self._free += self._released
+        self._released = []
+        parts: dict[int, list[_Part]] = {}
+        first = 0
+        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            parts.setdefault(row, []).append(_Part(start, end, first))
+            first += end - start
+        decodes: list[StateRun] = []
+        runs: list[StateRun] = []
+        for row, own in parts.items():
+            found = self._plan(row, sorted(own))
+            is_decode = len(found) == 1 and own[0].end - own[0].start == 1 and found[0].source is not None
+            (decodes if is_decode else runs).extend(found)
+        self.hook.begin_step(
+            StateBatch(
+                tokens=self._indices([run.start for run in decodes]),
+                sources=self._indices([run.source or 0 for run in decodes]),
+                targets=self._indices([run.target for run in decodes]),
+                runs=runs,
+            )
+        )
+
+    def end_step(self) -> None:
+        """Copies states to blocks. Called after the forward pass."""
+        for save in self._saves:
+            ids = [int(table[save.row, save.span]) for table in self._groups]
+            self._blocks[ids] = self._states[save.slot].view(len(ids), -1)
+        self._saves = []
+
+    def _indices(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._states.device)
+
+    def _plan(self, row: int, parts: Sequence[_Part]) -> list[StateRun]:
+        """The runs of a row in a step, in order. Afterwards, states are kept that it may go on from: the one after the
+        last token; those before each of its drafts, which may be wrong; and if a grammar's mask may be late, so that
+        the last token is computed again, the one before that."""
+        start, end = parts[0].start, parts[-1].end
+        has_drafts = len(parts) > 1
+        goes_back = self._table.has_grammar(row)
+        source = self._state_before(row, start)
+        kept = {} if source is None else {start: source}
+        own: list[StateRun] = []
+        for part in parts:
+            for first, last in self._cut(row, part, end - 1 if goes_back else end):
+                is_last = last == end
+                if is_last and not goes_back and start in kept:
+                    target = kept.pop(start)
+                else:
+                    target = self._allocate()
+                offset = part.first - part.start
+                own.append(StateRun(first + offset, last + offset, source, target))
+                if is_last or has_drafts or (goes_back and last == end - 1):
+                    kept[last] = target
+                else:
+                    self._released.append(target)
+                self._save(row, last, target)
+                source = target
+        for length in [length for length in kept if length < end - 1 and not has_drafts]:
+            self._released.append(kept.pop(length))
+        self._kept[row] = kept
+        return own
+
+    def _cut(self, row: int, part: _Part, also: int) -> list[tuple[int, int]]:
+        """The runs of tokens [start, end) of a row: after each but the last the state is copied to blocks, or they end
+        at `also`."""
+        first_end = (part.start // self._block_size + 1) * self._block_size
+        cuts = {cut for cut in range(first_end, part.end, self._block_size) if self._has_block(row, cut)}
+        cuts |= {cut for cut in (also, self._table.num_leaving_tokens(row)) if part.start < cut < part.end}
+        return list(itertools.pairwise([part.start, *sorted(cuts), part.end]))
+
+    def _state_before(self, row: int, start: int) -> int | None:
+        """The slot of the state after the first `start` tokens, perhaps copied from blocks; None if that is none. No
+        other of the row's states is needed any more."""
+        kept = self._kept.pop(row, {})
+        slot = kept.pop(start, None)
+        self._released += kept.values()
+        if not start or slot is not None:
+            return slot
+        slot = self._allocate()
+        ids = [int(table[row, (start - 1) // self._block_size]) for table in self._groups]
+        assert all(ids), f"no state after {start} tokens"
+        self._states[slot] = self._blocks[ids].flatten()
+        return slot
+
+    def _allocate(self) -> int:
+        if not self._free:
+            self._grow(2 * len(self._states))
+        return self._free.pop()
+
+    def _has_block(self, row: int, length: int) -> bool:
+        return bool(self._groups[0][row, (length - 1) // self._block_size])
+
+    def _save(self, row: int, length: int, slot: int) -> None:
+        """The state after `length` tokens is to be copied, if there is a block for it: at the block's end, or where it
+        is handed over, even if more tokens of that block are computed."""
+        span, leaving = (length - 1) // self._block_size, self._table.num_leaving_tokens(row)
+        is_handed_over = leaving > 0 and span == (leaving - 1) // self._block_size
+        is_kept = length == leaving if is_handed_over else length % self._block_size == 0
+        if is_kept and self._has_block(row, length):
+            self._saves.append(_Save(slot, row, span))

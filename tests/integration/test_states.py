@@ -1,0 +1,185 @@
+"""Layers that keep a state in place of KV: the tokens of transformers, whose oracle is the whole text at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from transformers import AutoConfig
+
+from common.engine.client.inproc import InprocClient
+from common.engine.llm import LLM
+from common.engine.messages import AddRequest
+from common.engine.scheduler import scheduler
+from common.errors import ConfigError
+from common.types import RequestId, SampledToken, SamplingParams
+from tests.architectures.models import model_dir
+from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Decoded, Handoffs, create_engine, generate, note_decoded
+from tests.integration.speculation_rig import AllDrafts
+from tests.redis_server import RedisServer, running_redis
+from tests.tiny_models import prompt_of, random_model, reference_generate
+
+# Gated delta nets, Mamba, Mamba 2, short convolutions, lightning attention; and no attention at all.
+MODELS = ("qwen3_next", "jamba", "bamba", "lfm2", "minimax", "mamba")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+def expected(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
+
+
+def num_states(engine: InprocClient | LLM) -> int:
+    return sum(group.kind == "state" for group in engine.spec.layout.groups)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_those_of_transformers(model: str) -> None:
+    """In chunks, beside each other, in so few blocks that some are preempted, and with prefix hits."""
+    directory = model_dir(model)
+    prompts = [prompt_of(length) for length in (1, 3, 4, 11, 37, 38, 53)]
+    with LLM(directory, block_size=4, num_blocks=512, num_threads=1) as llm:
+        num_groups, of_states = len(llm.spec.layout.groups), num_states(llm)
+    num_blocks = 1 + 24 * (num_groups - of_states) + 6 * of_states
+    with LLM(directory, block_size=4, num_blocks=num_blocks, max_num_batched_tokens=10, num_threads=1) as llm:
+        for _ in range(2):
+            completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [completion.token_ids for completion in completions] == expected(directory, prompts)
+        assert llm._client.stats().num_preemptions or of_states > 4 or num_groups == of_states
+        report = llm.check_integrity()
+        assert report.violations == []
+        assert (report.num_requests, report.num_blocks_in_use, report.num_transfers) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.mark.parametrize("connector", ["shared-storage", "redis", "nixl"])
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_computed_again_after_a_handoff(
+    model: str, connector: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    directory = model_dir(model)
+    prompts = [prompt_of(length) for length in (1, BLOCK_SIZE, CHUNK + 1, 3 * CHUNK + 5)]
+    options = {"url": redis_server.url} if connector == "redis" else {}
+    engines = [
+        create_engine(directory, tmp_path / "kv", connector_name=connector, options=options, num_blocks=256)
+        for _ in range(2)
+    ]
+    handoffs = Handoffs(*engines)
+    decoded = handoffs.run(prompts, GREEDY)
+    assert [each.token_ids for each in decoded] == expected(directory, prompts)
+    assert {each.received.recompute_reason for each in decoded if each.received} == {""}
+    assert handoffs.consumer.stats().num_prompt_tokens == 0
+    assert generate(engines[1], prompts, GREEDY) == expected(directory, prompts), "from the prefix cache"
+    handoffs.check_integrity()
+    handoffs.close()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_prompt_without_its_state_is_computed_again(is_lost: bool, tmp_path: Path) -> None:
+    """Whatever there is of its KV: a state cannot be made from that."""
+    directory, prompt = model_dir("qwen3_next"), prompt_of(3 * BLOCK_SIZE + 5)
+    engines = [create_engine(directory, tmp_path / "kv", num_blocks=256) for _ in range(2)]
+    handoffs = Handoffs(*engines)
+    handoffs.prefill("r", prompt, GREEDY)
+    newest = max((tmp_path / "kv").glob("*/*/*.kv"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    if is_lost:
+        newest.unlink()
+    else:
+        content = bytearray(newest.read_bytes())
+        content[-1] ^= 1
+        newest.write_bytes(content)
+    decoded = handoffs.decode("r")
+    assert decoded.token_ids == expected(directory, [prompt])[0]
+    assert decoded.received is not None
+    assert decoded.received.recompute_reason == ("block_missing" if is_lost else "block_corrupt")
+    assert handoffs.consumer.stats().num_prompt_tokens == len(prompt)
+    handoffs.check_integrity()
+    handoffs.close()
+
+
+def test_a_stream_goes_on_elsewhere(tmp_path: Path) -> None:
+    """With the tokens that it has, after a prefix that is cached there."""
+    directory, prompt = model_dir("qwen3_next"), prompt_of(2 * BLOCK_SIZE + 3)
+    (answer,) = expected(directory, [prompt])
+    with create_engine(directory, None, num_blocks=256) as engine:
+        assert generate(engine, [prompt], GREEDY) == [answer]
+        for num_known in (1, 7, 15):
+            decoded = {RequestId("r"): Decoded([SampledToken(token_id) for token_id in answer[:num_known]])}
+            engine.add_request(
+                AddRequest(
+                    request_id=RequestId("r"),
+                    prompt_token_ids=prompt,
+                    output_token_ids=answer[:num_known],
+                    sampling=GREEDY,
+                )
+            )
+            while engine.has_unfinished:
+                note_decoded(engine.step(), decoded)
+            assert decoded[RequestId("r")].token_ids == answer
+        assert engine.stats().prefix_cache_hits
+
+
+def test_a_common_prefix_has_a_state_once_it_was_seen_twice() -> None:
+    """States are kept at the ends of prompts, and where a prompt leaves one that is known."""
+    directory, common = model_dir("qwen3_next"), prompt_of(4 * BLOCK_SIZE)
+    prompts = [[*common, *prompt_of(2 * BLOCK_SIZE, seed=number)] for number in range(3)]
+    with create_engine(directory, None, num_blocks=256) as engine:
+        hits = []
+        for prompt in prompts:
+            assert generate(engine, [prompt], GREEDY) == expected(directory, [prompt])
+            hits.append(engine.stats().prefix_cache_hits)
+        assert hits == [0, 0, 4 * BLOCK_SIZE]
+
+
+def test_a_request_holds_few_blocks_of_states(tmp_path: Path) -> None:
+    """However long it is."""
+    with create_engine(model_dir("qwen3_next"), None, num_blocks=256) as engine:
+        of_states = num_states(engine)
+        sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+        engine.add_request(AddRequest(request_id=RequestId("r"), prompt_token_ids=prompt_of(150), sampling=sampling))
+        held = []
+        while engine.has_unfinished:
+            engine.step()
+            held.append(engine.check_integrity().num_blocks_in_use)
+        assert max(held) <= -(-200 // BLOCK_SIZE) + 2 * of_states
+
+
+@pytest.mark.parametrize("method", ["ngram:min=1", "suffix"])
+def test_wrong_drafts_leave_the_state_as_it_was(method: str) -> None:
+    directory = model_dir("jamba")
+    prompts = [prompt_of(length) for length in (1, 11, 33)]
+    with (
+        mock.patch.object(scheduler, "DraftDepth", AllDrafts),
+        LLM(directory, block_size=4, num_blocks=1024, num_threads=1, speculative=method) as llm,
+    ):
+        for _ in range(2):
+            completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [completion.token_ids for completion in completions] == expected(directory, prompts)
+        drafts = llm._client.stats().drafts
+        assert drafts.num_accepted < drafts.num_verified
+
+
+def test_a_state_takes_as_many_blocks_as_keys_can_name(tmp_path: Path) -> None:
+    settings = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 16}
+    config = AutoConfig.from_pretrained(model_dir("qwen3_next"), **settings)
+    random_model(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"--block-size: a state of \d+ bytes .* at least 9"):
+        LLM(tmp_path, block_size=1, num_threads=1)
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_layers_with_a_state_are_not_cut(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="layers that keep a state"):
+        LLM(model_dir("qwen3_next"), **settings)
+
+
+def test_a_draft_model_has_no_state() -> None:
+    model = str(model_dir("qwen3_next"))
+    with pytest.raises(ConfigError, match=r"draft:model: .* layers that keep a state"):
+        LLM(model, speculative=f"draft:model={model}", num_threads=1)
