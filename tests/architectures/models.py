@@ -171,8 +171,9 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     # Layers with a state.
-    **dict.fromkeys(("state_size", "d_state", "mamba_d_state", "mamba_n_heads"), 8),
-    "mamba_d_head": 12,
+    **dict.fromkeys(("state_size", "d_state", "mamba_d_state", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 12),
     **dict.fromkeys(("n_groups", "mamba_n_groups"), 1),
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 _NAME = "mamba_selective_scan"
+_CHUNK = 64  # tokens, whose states are in memory at once
 _STATE: ContextVar[torch.Tensor | None] = ContextVar("state", default=None)  # [texts, channels, state size]
 
 
@@ -58,13 +59,17 @@ def selective_scan(
     if state is None:
         state = torch.zeros(*hidden_states.shape[:2], A.shape[1], dtype=torch.float32, device=A.device)
     outputs = torch.empty_like(inputs)
-    for token in range(hidden_states.shape[2]):
-        decay = torch.exp(A * dt[..., token, None])
-        state = torch.addcmul(decay * state, inputs[..., token, None], B[:, None, :, token].float())
-        torch.matmul(state, C[..., token, None].float(), out=outputs[..., token, None])
+    for first in range(0, hidden_states.shape[2], _CHUNK):
+        part = slice(first, first + _CHUNK)
+        own_dt, own_inputs, own_b, own_c = (each[..., part].permute(2, 0, 1).float() for each in (dt, inputs, B, C))
+        decays = torch.exp(own_dt[..., None] * A)  # [tokens, texts, channels, size], as are the states
+        states = own_inputs[..., None] * own_b[:, :, None]
+        for token, decay in enumerate(decays):
+            state = states[token].addcmul_(decay, state)
+        outputs[..., part] = torch.matmul(states, own_c[..., None])[..., 0].permute(1, 2, 0)
     if D is not None:
         outputs = outputs + hidden_states * D[:, None]
     if z is not None:
         outputs = outputs * functional.silu(z)
     outputs = outputs.to(hidden_states.dtype)
-    return (outputs, state) if return_last_state else outputs
+    return (outputs, state.clone()) if return_last_state else outputs
