@@ -1,11 +1,17 @@
-"""Tiny models with random weights, one of each architecture, by the `model_type` of transformers."""
+"""Tiny models with random weights, one of each architecture, by the `model_type` of transformers.
+
+`python -m tests.architectures.models qwen3_next DIRECTORY` writes one that has the demo model's tokenizer, so that
+`baton up DIRECTORY` serves it.
+"""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import inspect
+import json
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from common.demo_model import demo_model_path
 from tests.tiny_models import MAX_MODEL_LEN, SLIDING_WINDOW, VOCAB_SIZE, random_model
 
 MODEL_TYPES = (
@@ -215,8 +222,21 @@ def model_dir(model_type: str) -> Path:
     return directory
 
 
-def _config(model_type: str) -> PreTrainedConfig:
+def write_model(model_type: str, directory: Path) -> None:
+    """Writes a tiny model with the demo model's tokenizer to a directory."""
+    of_demo = json.loads((demo_model_path() / "config.json").read_text())
+    sizes = {name: of_demo[name] for name in ("vocab_size", "max_position_embeddings")}
+    random_model(_config(model_type, **sizes)).save_pretrained(directory)
+    for path in demo_model_path().glob("token*"):
+        shutil.copy(path, directory)
+
+
+def _config(model_type: str, **own: Any) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     known = set(inspect.signature(config_class).parameters)
     sizes = {name: value for name, value in _SIZES.items() if name in known}
-    return config_class(**sizes | _OWN.get(model_type, {}))
+    return config_class(**sizes | _OWN.get(model_type, {}) | own)
+
+
+if __name__ == "__main__":
+    write_model(sys.argv[1], Path(sys.argv[2]))

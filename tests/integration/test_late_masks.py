@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from transformers import AutoConfig
 
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
@@ -19,8 +16,7 @@ from common.engine.llm import LLM
 from common.engine.messages import AddRequest, RequestOutput
 from common.errors import ErrorCode
 from common.types import Constraint, FinishReason, RequestId, SamplingParams
-from tests.architectures.models import model_dir
-from tests.tiny_models import random_model
+from tests.architectures.models import write_model
 
 DEADLINE_S = 120.0
 FREE, BOUND = RequestId("free"), RequestId("bound")
@@ -33,11 +29,7 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = demo_model_path()
     if request.param != "demo":
         directory = tmp_path_factory.mktemp(request.param)
-        of_demo = json.loads((demo_model_path() / "config.json").read_text())
-        sizes = {name: of_demo[name] for name in ("vocab_size", "max_position_embeddings")}
-        random_model(AutoConfig.from_pretrained(model_dir(request.param), **sizes)).save_pretrained(directory)
-        for path in demo_model_path().glob("token*"):
-            shutil.copy(path, directory)
+        write_model(request.param, directory)
     with LLM(directory, num_threads=1, max_num_seqs=8, grammar_timeout_s=0.5, num_blocks=4096) as llm:
         yield llm._client
         assert llm._client.check_integrity().violations == []
