@@ -20,7 +20,7 @@ from typing import Any
 
 from common import __version__
 from common.config import load_yaml
-from deploy.cluster_config import ClusterCommand, ClusterConfig, parse_cluster
+from deploy.cluster_config import ClusterCommand, ClusterConfig
 from deploy.cluster_plan import (
     base_url,
     curl_line,
@@ -45,20 +45,6 @@ from router.security.key_source import ENVIRONMENT
 from router.security.keys import generate_key
 
 STOP_MARGIN_S = 3.0  # for what a process does after its own grace period
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a local cluster until a signal, or leaves one running. Returns the exit code; raises ConfigError."""
-    command = parse_cluster(argv)
-    if command.is_dry_run:
-        from deploy.dry_run import print_plan
-
-        return print_plan(command)
-    if command.is_detached:
-        from deploy.detached import start_detached
-
-        return start_detached(command)
-    return run_cluster(command, Terminal())
 
 
 def run_cluster(

@@ -64,6 +64,7 @@ class Cluster:
         self.models = [ModelPods(names, index, self.by_address) for names in models]
         self._only_model = self.models[0] if len(models) == 1 and not models_change else None
         self._model_by_name = {name: model for model in self.models for name in model.names}
+        self._model_of: dict[Pod, ModelPods] = {}  # that it serves, if it is one of ours and known
         self._discovery = discovery
         self._opener = opener
         self._health = health
@@ -178,7 +179,8 @@ class Cluster:
         number of prefill pods that have stopped, since decode pods compute prompts as well."""
         if is_certain and pod in self.prefill_pods and not self._needs_prefill_pods:
             return True
-        peers = [peer for peer in self._of_role(pod.role_name) if peer.listed and peer.model is pod.model]
+        model = self._model_of.get(pod)
+        peers = [each for each in self._of_role(pod.role_name) if each.listed and self._model_of.get(each) is model]
         num_ejected = sum(peer.health.is_ejected for peer in peers if peer is not pod)
         is_last = not any(peer.state is PodState.READY for peer in peers if peer is not pod)
         return not is_last and num_ejected + 1 <= _MAX_EJECTED_SHARE * len(peers)
@@ -218,23 +220,25 @@ class Cluster:
             return False, f"it is not a {pod.role_name} pod"
         if violation := pod.violation or _invalid_facts(info):
             return False, violation
-        if pod.model is None:
+        if (model := self._model_of.get(pod)) is None:
             known = ", ".join(self._model_by_name) or "no model"
             return False, f"it serves the model {quoted(info.model_name)}, and this router serves {known}"
-        if pod.model.facts is None:
+        if model.facts is None:
             return None, ""
-        mismatch = pod.model.facts.mismatch(ModelFacts.of(info))
+        mismatch = model.facts.mismatch(ModelFacts.of(info))
         return not mismatch, mismatch
 
     def _assign(self, pod: Pod, model: ModelPods | None) -> None:
         """Puts the pod among those of `model`; None: it has left, or its model is not served here."""
-        if pod.model is model:
+        before = self._model_of.get(pod)
+        if before is model:
             return
-        if pod.model is not None:
-            pod.model.leave_table(pod)
-            pod.model.remove(pod)
-        pod.model = model
+        if before is not None:
+            before.leave_table(pod)
+            before.remove(pod)
+            del self._model_of[pod]
         if model is not None:
+            self._model_of[pod] = model
             model.add(pod)
 
     def _report(self) -> None:
@@ -266,12 +270,12 @@ class Cluster:
 
     def _enter_or_leave(self, pod: Pod, state: PodState) -> None:
         """Only ready pods are in the tables that policies choose from."""
-        if pod.model is None:
+        if (model := self._model_of.get(pod)) is None:
             return
         if state is PodState.READY:
-            pod.model.enter_table(pod)
+            model.enter_table(pod)
         else:
-            pod.model.leave_table(pod)
+            model.leave_table(pod)
 
 
 def _invalid_facts(info: pods_pb2.PodInfo) -> str:

@@ -108,11 +108,13 @@ class ModelPods:
     def add(self, pod: Pod) -> None:
         """The pod serves this model."""
         self.of_role(pod.role_name).append(pod)
+        pod.model_names = self.names
         pod.use_step_times(self.table(pod.role_name).step_times)
 
     def remove(self, pod: Pod) -> None:
         """The pod has left, or serves another model by now. It is not in the table."""
         self.of_role(pod.role_name).remove(pod)
+        pod.model_names = ()
 
     def enter_table(self, pod: Pod) -> None:
         """The pod may be chosen. Idempotent."""

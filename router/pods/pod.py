@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,9 +34,6 @@ from router.pods.session import DecodeSession, DeltaSink
 from router.pods.stall import StallWatch
 from router.pods.stats import follow_stats
 from router.pods.suspicion import Cause
-
-if TYPE_CHECKING:
-    from router.pods.model_pods import ModelPods
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +95,7 @@ class Pod:
         self.address = address
         self.listed = True  # some source names it; set by the Cluster
         self.shown = PodState.CONNECTING  # the state that was last told; the Cluster's
-        self.model: ModelPods | None = None  # that it serves; None: not known yet, or none of ours. Set by the Cluster
+        self.model_names: tuple[str, ...] = ()  # of the model that it serves here, set by ModelPods
         self.on_idle: Callable[[], None] = _nothing  # called when the last request of this router has ended
         self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives
         self.info: pods_pb2.PodInfo | None = None  # None while not connected

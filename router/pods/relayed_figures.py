@@ -144,5 +144,4 @@ def _finite(seconds: float) -> float:
 
 def _labels(pod: Pod) -> list[str]:
     """The model is the first name of the served one, whatever the pod calls it."""
-    names = () if pod.model is None else pod.model.names
-    return [pod.role_name, pod.address, names[0] if names else ""]
+    return [pod.role_name, pod.address, next(iter(pod.model_names), "")]

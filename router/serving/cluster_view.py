@@ -159,7 +159,7 @@ def _pod(pod: Pod) -> ClusterPod:
         address=pod.address,
         role=pod.role_name,
         pod_id=None if pod.pod_id is None else pod.pod_id[:_MAX_WORD_CHARS],
-        model=None if pod.model is None or not pod.model.names else pod.model.names[0],
+        model=next(iter(pod.model_names), None),
         version=None if info is None else info.version[:_MAX_WORD_CHARS],
         state=pod.state.value,
         detail=pod.detail,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.up import main
 from common.config import build, field_names, parse
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
 from common.engine.model.loader import _HUB_FILES
@@ -29,7 +30,7 @@ from deploy.cluster_plan import (
     prometheus_targets,
     write_private,
 )
-from deploy.local_cluster import has_api_keys, main
+from deploy.local_cluster import has_api_keys
 from deploy.model_download import MODEL_FILES
 from deploy.ports import check_free, pick_ports
 from prefill_service.config import PrefillConfig
