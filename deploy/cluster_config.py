@@ -34,8 +34,9 @@ from decode_service.config import DecodeConfig
 from deploy.cluster_state import DEFAULT_NAME, NAME_PATTERN
 from deploy.redis_server import MIN_MEMORY_BYTES
 from prefill_service.config import PrefillConfig
-from router.config import RouterConfig, is_model_name, names_by_location
+from router.config import RouterConfig
 from router.requests.bounds import MAX_MODEL_CHARS
+from router.serving.config import is_model_name, names_by_location
 
 POD_ROLES = ("prefill", "decode")
 SECTIONS = ("cluster", *POD_ROLES, "router")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from msgspec.structs import replace
 
 from common.errors import ConfigError
 from common.observability.loop_figures import LoopFigures
@@ -38,6 +39,7 @@ from router.security.http_connection import bounded_connections
 from router.security.refusals import Refusals
 from router.security.runtime import Security
 from router.security.usage import LocalUsage, Usage
+from router.serving.config import ServingConfig
 from router.serving.model_roster import ModelRoster
 from router.serving.model_sources import read_models
 from router.serving.peers import NoPeers, Peers
@@ -74,7 +76,8 @@ class Router:
         self._context = context = context or standalone()
         if not (config.decode or config.discovery.registry):
             raise ConfigError("--decode: at least one decode pod is required, or a --registry", param="decode")
-        sources = read_models(config)
+        models = config.serving.served_models
+        sources = read_models(models)
         self.config = config
         self.metrics = RouterMetrics()
         tls = cluster_tls(config.tls)
@@ -84,17 +87,17 @@ class Router:
         self.cluster = Cluster(
             create_discovery(config.prefill, config.decode, self._registry, self.metrics.discovery),
             self.metrics,
-            PrefixIndex(config.routing.max_index_blocks),
+            PrefixIndex(config.serving.routing.max_index_blocks),
             opener,
             config.pod_health,
             models=[source.names for source in sources],
-            models_change=bool(config.models_file),
-            needs_prefill_pods=config.routing.remote_prefill == "always",
+            models_change=bool(models.models_file),
+            needs_prefill_pods=config.serving.routing.remote_prefill == "always",
         )
-        self.service = InferenceService(config, sources, self.cluster, self.metrics, context.peers)
+        self.service = InferenceService(_serving_settings(config), sources, self.cluster, self.metrics, context.peers)
         self.security = Security(config.security, config.host, self.metrics.security, context.usage)
         interceptors = [
-            _message_bounds(self.service, self.security.access),
+            _message_bounds(config, self.service, self.security.access),
             ApiKeyInterceptor(self.security.access, self.service.count_error),
         ]
         self._grpc = RpcServer(
@@ -109,7 +112,7 @@ class Router:
         self._serving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._securing: asyncio.Task[None] | None = None
-        self._roster = ModelRoster(self.service) if config.models_file else None
+        self._roster = ModelRoster(self.service, models) if models.models_file else None
         self._following: asyncio.Task[None] | None = None
         self._health_changed = asyncio.Event()
         self._http: uvicorn.Server | None = None
@@ -137,7 +140,8 @@ class Router:
         if self._registry is not None:
             self._stack.push_async_callback(self._registry.close)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceServicer(self.service, self.security.access), self._grpc.grpc_server
+            InferenceServicer(self.service, self.security.access, has_access_log=self.config.gateway.access_log),
+            self._grpc.grpc_server,
         )
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminServicer(self.service, self.security.access), self._grpc.grpc_server
@@ -150,7 +154,7 @@ class Router:
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         await self._stack.enter_async_context(self._grpc)
-        self._http = _http_server(self.service, self.security, self._grpc.port)
+        self._http = _http_server(self.config, self.service, self.security, self._grpc.port)
         self._serving = _spawn(self._http.serve(sockets=[listener]), "http")
         self._publishing = _spawn(self._publish_health(), "health")
         self._securing = _spawn(self.security.run(), "security")
@@ -227,34 +231,49 @@ class _HttpServer(uvicorn.Server):
 def _grpc_limits(config: RouterConfig, *, shares_port: bool) -> Options:
     return [
         ("grpc.so_reuseport", int(shares_port)),
-        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_receive_message_length", config.serving.max_body_bytes),
         ("grpc.max_concurrent_streams", config.limits.max_grpc_streams),
         ("grpc.http2.bdp_probe", 0),  # would let clients send megabytes that no call reads yet
     ]
 
 
-def _message_bounds(service: InferenceService, access: AccessControl) -> MessageInterceptor:
+def _serving_settings(config: RouterConfig) -> ServingConfig:
+    """Without prefill pods, now and later, no decision is spent on them."""
+    serving = config.serving
+    if config.may_have_prefill_pods:
+        return serving
+    return replace(serving, routing=replace(serving.routing, remote_prefill="never"))
+
+
+def _message_bounds(config: RouterConfig, service: InferenceService, access: AccessControl) -> MessageInterceptor:
     """Each message that is being read may grow to max_body_bytes."""
-    config, limits = service.config, service.config.limits
+    limits, max_body_bytes = config.limits, config.serving.max_body_bytes
     slots = ReadSlots(
-        max(1, limits.max_unfinished_body_bytes // config.max_body_bytes),
-        max(1, config.max_client_body_bytes // config.max_body_bytes),
+        max(1, limits.max_unfinished_body_bytes // max_body_bytes),
+        max(1, config.max_client_body_bytes // max_body_bytes),
     )
     bodies = BodyBudget(
-        max(limits.max_unfinished_body_bytes, config.max_body_bytes),
-        max(config.max_client_body_bytes, config.max_body_bytes),
+        max(limits.max_unfinished_body_bytes, max_body_bytes), max(config.max_client_body_bytes, max_body_bytes)
     )
     return MessageInterceptor(
         slots, bodies, limits.body_timeout_s, lambda: service.max_body_values, service.count_error, access
     )
 
 
-def _http_server(service: InferenceService, security: Security, grpc_port: int) -> uvicorn.Server:
-    limits, metrics = service.config.limits, security.metrics
-    bodies = BodyBudget(limits.max_unfinished_body_bytes, service.config.max_client_body_bytes)
+def _http_server(config: RouterConfig, service: InferenceService, security: Security, grpc_port: int) -> uvicorn.Server:
+    limits, metrics = config.limits, security.metrics
+    bodies = BodyBudget(limits.max_unfinished_body_bytes, config.max_client_body_bytes)
     metrics.unfinished_body_bytes.set_function(lambda: bodies.num_bytes)
-    config = uvicorn.Config(
-        create_app(service, security.access, security.open_paths, grpc_port=grpc_port),
+    app = create_app(
+        service,
+        security.access,
+        config.gateway,
+        security.open_paths,
+        grpc_port=grpc_port,
+        allowed_origins=config.security.allowed_origins,
+    )
+    server = uvicorn.Config(
+        app,
         http=bounded_connections(limits, bodies, Refusals(metrics)),
         ws="none",
         lifespan="off",
@@ -262,11 +281,11 @@ def _http_server(service: InferenceService, security: Security, grpc_port: int) 
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=round(service.config.shutdown_grace_s) + _AFTER_GRACE_S,
+        timeout_graceful_shutdown=round(config.shutdown_grace_s) + _AFTER_GRACE_S,
     )
-    config.load()
-    config.ssl = security.http_tls  # one of our own, so that its certificate can be renewed
-    return _HttpServer(config)
+    server.load()
+    server.ssl = security.http_tls  # one of our own, so that its certificate can be renewed
+    return _HttpServer(server)
 
 
 def _listen(host: str, port: int, *, shares_port: bool) -> socket.socket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +10,8 @@ from msgspec import Meta
 
 class SurvivalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Recovery: how long and how often the router tries before a request fails."""
+
+    DIVIDED: ClassVar[tuple[str, ...]] = ("max_kept_bytes",)
 
     max_attempts: Annotated[
         int,

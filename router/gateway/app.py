@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,6 +17,7 @@ from common import __version__
 from common.errors import BatonError
 from router.gateway.anthropic.count_tokens import CountTokensEndpoint
 from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RESPONSES, CompletionsEndpoint
+from router.gateway.config import GatewayConfig
 from router.gateway.openai.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from router.gateway.openapi import describe
 from router.gateway.operators.administration import AdministrationEndpoints
@@ -43,14 +44,16 @@ _NOT_LOGGED = PROBE_PATHS | {"/metrics", CLUSTER_PATH, REQUESTS_PATH}  # what pr
 def create_app(
     service: InferenceService,
     access: AccessControl,
+    config: GatewayConfig,
     open_paths: frozenset[str] = OPEN_PATHS,
     *,
     grpc_port: int,
+    allowed_origins: Sequence[str] = (),
 ) -> App:
     """The HTTP front of one service. What is not at `open_paths` is for those that `access` knows. `grpc_port`, where
     the service has its gRPC front, is told to clients. The page and /docs are open as well."""
     app = FastAPI(title="Baton", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
-    pages = static_routes(has_page=service.config.page)
+    pages = static_routes(has_page=config.page)
     open_paths |= {route.path for route in pages}
     status, ids = Status(service, access, grpc_port), RunningIds()
     explain = CompletionsEndpoint(EXPLAIN, service, access, ids)
@@ -88,12 +91,11 @@ def create_app(
     guarded: dict[str, App] = {
         path: ApiKeyGuard(endpoint, access, open_paths, service.count_error) for path, endpoint in endpoints.items()
     }
-    shortcut = _Shortcut(guarded, app, has_access_log=service.config.access_log)
-    origins = service.config.security.allowed_origins
-    return _with_cors(shortcut, origins) if origins else shortcut
+    shortcut = _Shortcut(guarded, app, has_access_log=config.access_log)
+    return _with_cors(shortcut, allowed_origins) if allowed_origins else shortcut
 
 
-def _with_cors(app: App, origins: list[str]) -> App:
+def _with_cors(app: App, origins: Sequence[str]) -> App:
     """Answers preflight requests, which have no key, and lets pages of these origins read responses. No cookies: a page
     shows its key as every client does."""
     return CORSMiddleware(

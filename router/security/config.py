@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -52,26 +52,12 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on requests: what clients may send, and how fast."""
 
-    max_prompt_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Longest prompt; default: what fits the model's context."),
-    ] = None
-    max_request_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Most prompt tokens of one request, over its prompts and n; a single prompt may always fill "
-            "the model's context.",
-        ),
-    ] = 2**20
-    max_body_values: Annotated[
-        int,
-        Meta(
-            ge=1024,
-            description="Most JSON values of an HTTP body, counted as commas and opening brackets; more if the model's "
-            "context is longer. Parsing 250,000 delays all other requests by about 15 ms.",
-        ),
-    ] = 2**18
+    DIVIDED: ClassVar[tuple[str, ...]] = (
+        "max_connections",
+        "max_unfinished_body_bytes",
+        "max_unfinished_body_bytes_per_client",
+    )
+
     max_connections: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Most HTTP connections at once; default: 128 fewer than the files that the process may open."),

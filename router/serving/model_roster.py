@@ -18,6 +18,7 @@ from functools import partial
 from common.errors import ConfigError
 from common.watched_files import WatchedFiles
 from router.serving.background_read import read_in_background
+from router.serving.config import ModelsConfig
 from router.serving.model_sources import ModelSpec, read_model, read_models_file
 from router.serving.served_model import ModelSource, ServedModel
 from router.serving.service import InferenceService
@@ -31,11 +32,12 @@ _READ_TIMEOUT_S = 600.0  # of one model, which may have to be downloaded
 class ModelRoster:
     """Has a service serve the models of its `models_file`."""
 
-    def __init__(self, service: InferenceService) -> None:
+    def __init__(self, service: InferenceService, config: ModelsConfig) -> None:
         """The service serves those that the file named when the router started."""
         self._service = service
+        self._config = config
         self._wanted: list[ModelSpec] | None = None  # None: nothing to do
-        self._files = WatchedFiles([service.config.models_file], self._read_file)
+        self._files = WatchedFiles([config.models_file], self._read_file)
         self._reload_asked = asyncio.Event()
 
     def reload(self) -> None:
@@ -56,7 +58,7 @@ class ModelRoster:
                 await self._serve(wanted)
 
     def _read_file(self) -> None:
-        self._wanted = read_models_file(self._service.config.models_file)
+        self._wanted = read_models_file(self._config.models_file)
 
     async def _serve(self, wanted: Sequence[ModelSpec]) -> None:
         served = [_spec_of(model) for model in self._service.models]
@@ -78,7 +80,7 @@ class ModelRoster:
         """None: it cannot be read."""
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                return await read_in_background(partial(read_model, self._service.config, spec), "model-read")
+                return await read_in_background(partial(read_model, self._config, spec), "model-read")
         except ConfigError as error:
             self._fail(spec, error.message)
         except TimeoutError:

@@ -13,9 +13,9 @@ from common.errors import ConfigError
 from common.generation_config import read_sampling_defaults
 from common.setting_values import show
 from common.tokenization import Tokenizer
-from router.config import RouterConfig, is_model_name, names_by_location
 from router.replies.reply import ReplyParsing
 from router.requests.bounds import MAX_MODEL_CHARS
+from router.serving.config import ModelsConfig, is_model_name, names_by_location
 from router.serving.model_files import resolve_model
 from router.serving.served_model import ModelSource
 
@@ -31,7 +31,7 @@ class ModelSpec(NamedTuple):
     location: str  # directory or hub id
 
 
-def read_models(config: RouterConfig) -> list[ModelSource]:
+def read_models(config: ModelsConfig) -> list[ModelSource]:
     """Reads the models that the router starts with. Raises ConfigError."""
     if config.models_file:
         return [read_model(config, spec, _FILE_OPTION) for spec in read_models_file(config.models_file)]
@@ -41,7 +41,7 @@ def read_models(config: RouterConfig) -> list[ModelSource]:
     return [_read(config, ModelSpec(tuple(config.served_model_name) or (name,), config.model), directory)]
 
 
-def read_model(config: RouterConfig, spec: ModelSpec, option: str = _FILE_OPTION) -> ModelSource:
+def read_model(config: ModelsConfig, spec: ModelSpec, option: str = _FILE_OPTION) -> ModelSource:
     """Reads one model. Takes up to seconds, and longer if it comes from the hub. Raises ConfigError."""
     return _read(config, spec, resolve_model(spec.location, None, option)[0])
 
@@ -73,7 +73,7 @@ def _specs(models: Mapping[str, str]) -> list[ModelSpec]:
     return [ModelSpec(tuple(names), location) for location, names in names_by_location(models).items()]
 
 
-def _read(config: RouterConfig, spec: ModelSpec, directory: Path) -> ModelSource:
+def _read(config: ModelsConfig, spec: ModelSpec, directory: Path) -> ModelSource:
     defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, directory)
     logger.info("sampling defaults of %s: %s", spec.names[0], defaults.summary)
     tokenizer = Tokenizer.from_directory(directory)

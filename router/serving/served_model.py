@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from router.admission.admission import Admission
 from router.admission.gate import Gate
-from router.config import RouterConfig
 from router.dispatching.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
 from router.pods import ModelPods
 from router.replies.reply import ReplyParsing
 from router.requests.preprocess import Preprocessor
 from router.requests.request import Draft, GenerationRequest
+from router.serving.config import ServingConfig
 
 
 class ModelSource(NamedTuple):
@@ -37,7 +35,7 @@ class ServedModel:
         model_id: int,
         source: ModelSource,
         pods: ModelPods,
-        config: RouterConfig,
+        config: ServingConfig,
         metrics: RouterMetrics,
     ) -> None:
         """`model_id` is unique in this process, unlike names; `pods` are those of the cluster that serve it."""
@@ -57,10 +55,9 @@ class ServedModel:
             timeout_s=config.request_timeout_s,
             kv_failure_policy=config.kv_failure_policy,
             sampling_defaults=source.sampling_defaults,
-            max_prompt_tokens=config.limits.max_prompt_tokens,
+            max_prompt_tokens=config.max_prompt_tokens,
         )
-        routing = config.routing if config.may_have_prefill_pods else replace(config.routing, remote_prefill="never")
-        self.dispatcher = Dispatcher(pods, routing, config.survival, self.metrics, metrics)
+        self.dispatcher = Dispatcher(pods, config.routing, config.survival, self.metrics, metrics)
         self.gate = Gate(
             Admission(config.admission),
             self.dispatcher,

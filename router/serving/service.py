@@ -15,7 +15,6 @@ from common.errors import BatonError, ErrorCode, InvalidRequestError, Unavailabl
 from common.types import FinishReason
 from router.admission.admission import Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
-from router.config import RouterConfig
 from router.dispatching.batch import Batch
 from router.dispatching.drain import DrainWatch
 from router.dispatching.generation import Generation
@@ -32,6 +31,7 @@ from router.requests.preprocess import choice_id
 from router.requests.request import GenerationRequest
 from router.serving.administration import Administration
 from router.serving.cluster_view import ClusterView, view_of_cluster
+from router.serving.config import ServingConfig
 from router.serving.peers import NoPeers, Peers
 from router.serving.served_model import ModelSource, ServedModel
 from router.timelines.book import TimelineBook
@@ -59,7 +59,7 @@ class InferenceService:
 
     def __init__(
         self,
-        config: RouterConfig,
+        config: ServingConfig,
         models: Sequence[ModelSource],
         cluster: Cluster,
         metrics: RouterMetrics,
@@ -142,12 +142,12 @@ class InferenceService:
     @property
     def max_request_tokens(self) -> int:
         """Most prompt tokens of one request, over its prompts and choices; one that fits the model may always come."""
-        return max(self.config.limits.max_request_tokens, self._max_model_len)
+        return max(self.config.max_request_tokens, self._max_model_len)
 
     @property
     def max_body_values(self) -> int:
         """Most JSON values of an HTTP body; the tokens of a prompt that fits the model may always come."""
-        return max(self.config.limits.max_body_values, self._max_model_len + _MAX_OTHER_VALUES)
+        return max(self.config.max_body_values, self._max_model_len + _MAX_OTHER_VALUES)
 
     @property
     def _max_model_len(self) -> int:

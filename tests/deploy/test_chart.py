@@ -96,10 +96,12 @@ def test_any_two_options_together(chosen: dict[str, str]) -> None:
 def test_settings_reach_the_processes() -> None:
     rendered = render(values_of(EVERYTHING))
     router, decode = settings_of(rendered, "router"), settings_of(rendered, "decode")
-    assert (router.request_timeout_s, router.routing.max_index_blocks, router.shutdown_grace_s) == (120, 4_000_000, 2.5)
+    serving = router.serving
+    assert (serving.request_timeout_s, serving.routing.max_index_blocks) == (120, 4_000_000)
+    assert router.shutdown_grace_s == 2.5
     assert router.decode == ["dns:demo-baton-decode.llm.svc.cluster.local:8200"]
     assert router.tls.cluster_tls_name == decode.tls.cluster_tls_name == "demo-baton-pods"
-    assert router.model == decode.model.model == "/models/model"
+    assert serving.served_models.model == decode.model.model == "/models/model"
     assert decode.model.device == "cuda"
     assert decode.connector_options == {"store": "redis", "host_bytes": "8GiB"}
     assert decode.scheduler.target_itl_ms is None

@@ -41,6 +41,7 @@ from router.placing.config import RoutingConfig
 from router.pods.config import HealthConfig
 from router.runtime import Router
 from router.security.config import SecurityConfig
+from router.serving.config import ModelsConfig, ServingConfig
 from tests.tiny_models import VOCAB_SIZE, tiny_model_dir
 
 BLOCK_SIZE = 8
@@ -226,13 +227,13 @@ async def running_cluster(
         decode = [
             await start("decode", decode_config, lambda pod: DecodeFront(pod, decode_config)) for _ in range(num_decode)
         ]
+        routing = RoutingConfig(remote_prefill="prefer", prefill_policy="round_robin", decode_policy=decode_policy)
         router_config = RouterConfig(
             port=0,
             grpc_port=0,
-            model=str(directory),
             prefill=[*(pod.address for pod in prefill), *further_prefill],
             decode=[*(pod.address for pod in decode), *further_decode],
-            routing=RoutingConfig(remote_prefill="prefer", prefill_policy="round_robin", decode_policy=decode_policy),
+            serving=ServingConfig(served_models=ModelsConfig(model=str(directory)), routing=routing),
             pod_health=HealthConfig(stall_timeout_s=0),  # a crowded machine may stop an engine for seconds
             tls=tls or ClusterTlsConfig(),
             security=security or SecurityConfig(),

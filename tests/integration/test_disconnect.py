@@ -19,10 +19,12 @@ from common.rpc.channel import open_channel
 from router.config import RouterConfig
 from router.placing.config import RoutingConfig
 from router.runtime import Router
+from router.serving.config import ServingConfig
 from tests.pods import CHUNK, RunningPod, Store, decode_pod, prefill_pod, prompt_of, wait_for
 
 PROMPT = prompt_of(2 * CHUNK + 5)  # three chunks
 MAX_TOKENS = 100
+PREFER = ServingConfig(routing=RoutingConfig(remote_prefill="prefer"))
 
 
 @dataclass
@@ -46,7 +48,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     store: Store = {}
     async with prefill_pod(store) as prefill, decode_pod(store) as decode:
         config = RouterConfig(
-            port=0, grpc_port=0, shutdown_grace_s=0.0, routing=RoutingConfig(remote_prefill="prefer"),
+            port=0, grpc_port=0, shutdown_grace_s=0.0, serving=PREFER,
             prefill=[prefill.address], decode=[decode.address],
         )  # fmt: skip
         async with (

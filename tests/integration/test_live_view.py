@@ -21,11 +21,13 @@ from router.placing.index import PrefixIndex
 from router.pods import Pod
 from router.pods.stats import follow_stats
 from router.runtime import Router
+from router.serving.config import ServingConfig
 from tests.integration.cluster import BLOCK_SIZE, DEADLINE_S, Cluster, running_cluster
 from tests.pods import FakeRouter, RunningPod, decode_pod, engine_request, wait_for
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 MAX_TOKENS = 4
+PREFER = ServingConfig(routing=RoutingConfig(remote_prefill="prefer"))
 
 
 def cached_blocks(pod: PodRuntime) -> set[bytes]:
@@ -101,7 +103,7 @@ async def test_two_routers_answer_correctly_and_each_knows_what_the_other_caused
     prompts = [prompt_of(60, seed=seed) for seed in range(6)]
     expected = [reference_generate(tiny_model_dir("llama"), prompt, MAX_TOKENS) for prompt in prompts]
     async with running_cluster(tmp_path, "llama", num_prefill=2, num_decode=2) as cluster:
-        async with another_router(cluster, routing=RoutingConfig(remote_prefill="prefer")) as other:
+        async with another_router(cluster, serving=PREFER) as other:
             for number, prompt in enumerate(prompts):
                 sender, observer = (cluster.router, other) if number % 2 else (other, cluster.router)
                 assert await complete(sender, prompt) == expected[number]

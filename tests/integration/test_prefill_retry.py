@@ -12,10 +12,12 @@ import pytest
 from router.config import RouterConfig
 from router.placing.config import RoutingConfig
 from router.runtime import Router
+from router.serving.config import ServingConfig
 from tests.pods import CHUNK, RunningPod, StepGate, Store, decode_pod, prefill_pod, prompt_of, wait_for
 
 PROMPT = prompt_of(2 * CHUNK + 5)  # three chunks
 MAX_TOKENS = 8
+PREFER = ServingConfig(routing=RoutingConfig(remote_prefill="prefer"))
 BODY = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
 
 
@@ -53,7 +55,7 @@ async def cluster(request) -> AsyncIterator[Cluster]:
         decode_pod(store) as decode,
     ):
         config = RouterConfig(
-            port=0, grpc_port=0, shutdown_grace_s=0.0, routing=RoutingConfig(remote_prefill="prefer"),
+            port=0, grpc_port=0, shutdown_grace_s=0.0, serving=PREFER,
             prefill=[first.address, second.address], decode=[decode.address],
         )  # fmt: skip
         async with (

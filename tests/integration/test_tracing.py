@@ -17,6 +17,7 @@ from common.rpc.channel import open_channel
 from router.config import RouterConfig
 from router.placing.config import RoutingConfig
 from router.runtime import Router
+from router.serving.config import ServingConfig
 from router.tracing.config import RouterTracingConfig
 from tests.pods import CHUNK, RunningPod, StepGate, decode_pod, prefill_pod, prompt_of, wait_for
 
@@ -66,9 +67,12 @@ async def traced_cluster(tmp_path: Path, gate: StepGate | None = None) -> AsyncI
         decode_pod(store, tracing=TracingConfig(**settings)) as decode,
     ):
         config = RouterConfig(
-            port=0, grpc_port=0, shutdown_grace_s=0.0, routing=RoutingConfig(remote_prefill="prefer"),
+            port=0, grpc_port=0, shutdown_grace_s=0.0,
             prefill=[prefill.address], decode=[decode.address],
-            tracing=RouterTracingConfig(**settings, traces_sampling_ratio=0.0),
+            serving=ServingConfig(
+                routing=RoutingConfig(remote_prefill="prefer"),
+                tracing=RouterTracingConfig(**settings, traces_sampling_ratio=0.0),
+            ),
         )  # fmt: skip
         async with (
             Router(config).running() as router,

@@ -89,10 +89,11 @@ class _Gained(NamedTuple):
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves what the HTTP front serves, in messages."""
 
-    def __init__(self, service: InferenceService, access: AccessControl) -> None:
+    def __init__(self, service: InferenceService, access: AccessControl, *, has_access_log: bool) -> None:
         """Its calls come through an ApiKeyInterceptor."""
         self._service = service
         self._access = access
+        self._has_access_log = has_access_log
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -222,7 +223,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 with GRPC_NAMES.in_errors():
                     yield record
         finally:
-            if self._service.config.access_log:
+            if self._has_access_log:
                 record.write()
 
     @asynccontextmanager

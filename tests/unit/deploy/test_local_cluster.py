@@ -172,7 +172,7 @@ def test_each_of_several_models_has_pods_and_the_router_knows_all() -> None:
     ]
     assert [pod.model for pod in planned.pods] == ["qwen", "llama", "qwen", "qwen", "llama", "llama"]
     router = parse(RouterConfig, planned.router.command[5:], prog="router", section="router")
-    assert (router.models, len(router.prefill), len(router.decode)) == (models, 2, 4)
+    assert (router.serving.served_models.models, len(router.prefill), len(router.decode)) == (models, 2, 4)
     assert [source.model for source in command.model_sources] == ["Qwen/Qwen3-0.6B", "/models/llama"]
 
 
@@ -192,9 +192,10 @@ def test_the_processes_understand_their_options() -> None:
         assert f"{options.host}:{options.port}" == pod.address
     assert parse(PodConfig, plan(ClusterConfig(prefill=0)).pods[0].command[5:], prog="", section="").connector is None
     router = parse(RouterConfig, planned.router.command[5:], prog="router", section="router")
-    assert (len(router.prefill), len(router.decode), router.served_model_name) == (2, 2, ["name"])
-    assert router.revision == "main"
-    assert (router.generation_config, router.override_generation_config) == ("none", {"top_p": 0.5, "top_k": 3})
+    served = router.serving.served_models
+    assert (len(router.prefill), len(router.decode), served.served_model_name) == (2, 2, ["name"])
+    assert served.revision == "main"
+    assert (served.generation_config, served.override_generation_config) == ("none", {"top_p": 0.5, "top_k": 3})
 
 
 def test_cores_are_shared_out_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +324,10 @@ def test_options_of_processes_reach_those_that_have_them(tmp_path: Path) -> None
     planned = plan_cluster(command.config, 8000, 9000, tmp_path, command.config_file, command.passed)
     prefill, decode = (pod.command[5:] for pod in planned.pods)
     router = parse(RouterConfig, planned.router.command[5:], prog="", section="router")
-    assert (router.model, router.routing.remote_prefill, router.admission.max_queued) == ("org/model", "prefer", 7)
-    assert (router.kv_failure_policy, router.discovery.registry_namespace) == ("fail", "mine")
+    serving = router.serving
+    assert (serving.served_models.model, serving.routing.remote_prefill) == ("org/model", "prefer")
+    assert serving.admission.max_queued == 7
+    assert (serving.kv_failure_policy, router.discovery.registry_namespace) == ("fail", "mine")
     sent = parse(PrefillConfig, prefill, prog="", section="prefill")
     assert (sent.transfer_lease_s, sent.announcing.registry_namespace) == (8, "mine")
     received = parse(DecodeConfig, decode, prog="", section="decode")

@@ -25,7 +25,7 @@ from tests.unit.common.engine.grammar.test_compiler import Compiling
 DOCS = Path(__file__).parents[3] / "docs"
 SECURITY, STRUCTURED = (DOCS / f"{page}.md" for page in ("security", "structured_output"))
 ROUTER = RouterConfig()
-LIMITS = ROUTER.limits
+LIMITS, SERVING = ROUTER.limits, ROUTER.serving
 PARAMETERS = {name: field.parameter for name, field in parameters_of(SamplingParams).items()}
 
 # Each of these must be in the table of fields.
@@ -44,23 +44,23 @@ TRAFFIC: dict[str, list[float]] = {
     "time of the headers": [LIMITS.header_timeout_s],
     "trailers, and the framing of chunks": [LIMITS.max_header_bytes, http_connection._FRAMING_PER_BYTE],
     "requests at once on a connection": [1],
-    "a body": [ROUTER.max_body_bytes],
+    "a body": [SERVING.max_body_bytes],
     "a field of a JSON body": [],
-    "values of a JSON body": [LIMITS.max_body_values],
+    "values of a JSON body": [SERVING.max_body_values],
     "levels of a JSON body, or of JSON in a text": [JSON_DEPTH],
     "time of a body": [LIMITS.body_timeout_s],
     "pace of a body": [LIMITS.min_body_rate, LIMITS.body_grace_s],
     "bodies of one address, until they are tokenised": [],
     "bodies of all clients, until they are tokenised": [LIMITS.max_unfinished_body_bytes],
     "time for which an answer is not read": [LIMITS.send_timeout_s],
-    "a request as a whole": [ROUTER.request_timeout_s],
+    "a request as a whole": [SERVING.request_timeout_s],
     "a prompt": [],
-    "prompt tokens over all prompts times n, or best_of": [LIMITS.max_request_tokens],
-    "prompts times n, or best_of": [ROUTER.max_choices],
+    "prompt tokens over all prompts times n, or best_of": [SERVING.max_request_tokens],
+    "prompts times n, or best_of": [SERVING.max_choices],
     "fields of a gRPC message": [message_size.MAX_FIELDS],
     "time of a gRPC message": [LIMITS.body_timeout_s],
-    "gRPC messages of one address that are read at once": [ROUTER.max_client_body_bytes // ROUTER.max_body_bytes],
-    "gRPC messages of all clients that are read at once": [LIMITS.max_unfinished_body_bytes // ROUTER.max_body_bytes],
+    "gRPC messages of one address that are read at once": [ROUTER.max_client_body_bytes // SERVING.max_body_bytes],
+    "gRPC messages of all clients that are read at once": [LIMITS.max_unfinished_body_bytes // SERVING.max_body_bytes],
     "gRPC messages that wait to be tokenised": [],
     "calls at once on a gRPC connection": [LIMITS.max_grpc_streams],
 }
@@ -124,7 +124,7 @@ def test_what_a_client_may_send() -> None:
     rows = table(SECURITY, "what | bound | setting")
     assert {name: numbers(cells[0]) for name, cells in rows.items()} == TRAFFIC
     settings = set(re.findall(r"`(\w+)`", " ".join(cells[1] for cells in rows.values())))
-    known = {*LIMITS.__struct_fields__, *ROUTER.__struct_fields__}
+    known = {*LIMITS.__struct_fields__, *SERVING.__struct_fields__}
     assert settings <= known
     named = set(re.findall(r"`(\w+)`", SECURITY.read_text().split("## What a client may send")[1]))
     assert set(LIMITS.__struct_fields__) <= named

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
+import msgspec
 
+from common.config import build
 from router.config import RouterConfig
-from router.placing.config import RoutingConfig
 from router.pods import PodState
 from router.runtime import Router
 
@@ -60,17 +61,25 @@ class RouterCluster:
 
 @asynccontextmanager
 async def run_cluster(prefill=(), decode=(), **settings):
-    """With prefill pods, prompts go there unless the settings, or those of RoutingConfig, say otherwise: tests choose
-    where, not predictions."""
-    routing = {name: settings.pop(name) for name in RoutingConfig.__struct_fields__ if name in settings}
+    """Settings by their names, or the structs that hold them. With prefill pods, prompts go there unless the settings
+    say otherwise: tests choose where, not predictions."""
+    given = {}
+    for name, value in settings.items():
+        given |= msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else {name: value}
     async with AsyncExitStack() as stack:
         for pod in (*prefill, *decode):
             await stack.enter_async_context(pod)
-        config = RouterConfig(
-            **{"port": 0, "grpc_port": 0, "shutdown_grace_s": 0.0, **settings},
-            routing=RoutingConfig(**{"remote_prefill": "prefer", **routing}),
-            prefill=[pod.address for pod in prefill],
-            decode=[pod.address for pod in decode],
+        config = build(
+            RouterConfig,
+            section={
+                "port": 0,
+                "grpc_port": 0,
+                "shutdown_grace_s": 0.0,
+                "remote_prefill": "prefer",
+                **given,
+                "prefill": [pod.address for pod in prefill],
+                "decode": [pod.address for pod in decode],
+            },
         )
         router = await stack.enter_async_context(Router(config).running())
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=router.http_url, timeout=60))

@@ -10,6 +10,7 @@ from router.config import RouterConfig
 from router.discovery.config import DiscoveryConfig
 from router.placing.config import RoutingConfig
 from router.runtime import Router
+from router.serving.config import ServingConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.redis_server import running_redis
 from tests.unit.router.router_cluster import run_cluster
@@ -65,6 +66,6 @@ async def test_a_router_needs_somebody_or_a_place_to_look():
     Router(RouterConfig(decode=["dns:decode.svc:8000"]))
     with pytest.raises(ConfigError, match="--registry"):
         Router(RouterConfig(discovery=DiscoveryConfig(registry="http://nowhere")))
-    always = RoutingConfig(remote_prefill="always")
-    assert RouterConfig(routing=always, discovery=DiscoveryConfig(registry="redis://a")).may_have_prefill_pods
+    always = ServingConfig(routing=RoutingConfig(remote_prefill="always"))
+    assert RouterConfig(serving=always, discovery=DiscoveryConfig(registry="redis://a")).may_have_prefill_pods
     assert not RouterConfig(decode=["a:1"]).may_have_prefill_pods

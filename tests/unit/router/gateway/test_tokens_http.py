@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from router.security.config import LimitsConfig, SecurityConfig
+from router.security.config import SecurityConfig
 from router.security.keys import digest_of
 from router.testing import FakeDecodePod
 
@@ -97,7 +97,7 @@ async def test_a_context_that_is_not_known(start_cluster):
 
 
 async def test_bodies_have_the_bounds_of_generations(start_cluster):
-    cluster = await start_cluster([], [FakeDecodePod(max_model_len=64)], limits=LimitsConfig(max_body_values=4200))
+    cluster = await start_cluster([], [FakeDecodePod(max_model_len=64)], max_body_values=4200)
     assert (await cluster.post("/detokenize", tokens=[5] * 5000)).status_code == 413
     headers = {"content-type": "text/plain"}
     error_of(await cluster.client.post("/tokenize", content=b'{"prompt": "a"}', headers=headers), 400, "content-type")

@@ -10,7 +10,6 @@ import pytest
 
 from common.demo_model import demo_model_path
 from common.tokenization import Tokenizer
-from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.gateway.test_completions_http import events_of
 
@@ -225,7 +224,7 @@ async def test_bad_tools_are_refused_by_name(start):
 
 
 async def test_a_million_tools_are_refused(start):
-    cluster = await start(HERMES, "Hi", limits=LimitsConfig(max_body_values=10**8))
+    cluster = await start(HERMES, "Hi", max_body_values=10**8)
     body = b'{"messages":[{"role":"user","content":"a"}],"tools":[' + b"{}," * 10**6 + b"{}]}"
     response = await cluster.client.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")

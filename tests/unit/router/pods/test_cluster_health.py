@@ -11,6 +11,7 @@ from common.pb import common_pb2, pods_pb2
 from router.config import RouterConfig
 from router.placing.config import RoutingConfig
 from router.pods import Pod, PodState
+from router.serving.config import ServingConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 
 
@@ -51,7 +52,7 @@ async def test_nothing_is_served_without_the_prefill_pod_that_is_a_must(start_cl
     await cluster.until(lambda: cluster.router.cluster.ready_prefill())
     assert (await health(cluster))[0] == 200
     with pytest.raises(ValueError, match="--prefill"):
-        RouterConfig(decode=["a:1"], routing=RoutingConfig(remote_prefill="always"))
+        RouterConfig(decode=["a:1"], serving=ServingConfig(routing=RoutingConfig(remote_prefill="always")))
 
 
 async def test_a_fault_of_ours_does_not_lose_a_pod_for_good(start_cluster, monkeypatch):

@@ -22,7 +22,6 @@ from router.dispatching import generation
 from router.gateway import completions
 from router.gateway.answering.encoded import EncodedList
 from router.requests import bounds
-from router.security.config import LimitsConfig
 from router.testing import FakeDecodePod
 
 MAX_LAG_S = 0.1  # of CPU time; half of it on a core whose caches nothing else uses
@@ -226,7 +225,7 @@ async def test_grpc_has_the_same_bounds(pair, fields, param):
 
 
 async def test_prompts_are_bounded_together_after_n(start_cluster):
-    cluster = await start_cluster([], [FakeDecodePod(max_model_len=100)], limits=LimitsConfig(max_request_tokens=120))
+    cluster = await start_cluster([], [FakeDecodePod(max_model_len=100)], max_request_tokens=120)
     prompt = [600] * 50
     assert (await cluster.post("/v1/completions", prompt=prompt, n=2, max_tokens=1)).status_code == 200
     for body in ({"prompt": prompt, "n": 3}, {"prompt": [prompt] * 3}):

@@ -12,6 +12,7 @@ from router.config import RouterConfig
 from router.gateway import endpoint
 from router.security.bodies import BodyBudget, BodyPace, client_of
 from router.security.config import LimitsConfig
+from router.serving.config import ServingConfig
 from tests.fuzz.raw_http import Wire
 
 KIB = 1024
@@ -259,7 +260,8 @@ def test_who_has_a_network_is_one_client():
 def test_a_body_must_fit_what_may_be_held():
     decode = ["a:1"]
     assert RouterConfig(decode=decode).max_client_body_bytes == 64 * 2**20
-    assert RouterConfig(decode=decode, max_body_bytes=100 * 2**20).max_client_body_bytes == 100 * 2**20
+    serving = ServingConfig(max_body_bytes=100 * 2**20)
+    assert RouterConfig(decode=decode, serving=serving).max_client_body_bytes == 100 * 2**20
     for limits, setting in (
         (LimitsConfig(max_unfinished_body_bytes=2**20), "--max-unfinished-body-bytes"),
         (LimitsConfig(max_unfinished_body_bytes_per_client=2**20), "--max-unfinished-body-bytes-per-client"),

@@ -34,8 +34,8 @@ async def answer_to(cluster, *chunks):
 
 @pytest.fixture
 async def small(start_cluster):
-    limits = LimitsConfig(max_header_bytes=2048, header_timeout_s=30, max_prompt_tokens=8)
-    return await start_cluster(limits=limits, max_body_bytes=4096)
+    limits = LimitsConfig(max_header_bytes=2048, header_timeout_s=30)
+    return await start_cluster(limits=limits, max_prompt_tokens=8, max_body_bytes=4096)
 
 
 @pytest.fixture

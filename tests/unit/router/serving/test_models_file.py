@@ -12,7 +12,7 @@ import yaml
 from common.demo_model import demo_model_path
 from common.errors import ConfigError
 from router.admission.config import AdmissionConfig
-from router.config import RouterConfig
+from router.serving.config import ModelsConfig
 from router.serving.model_sources import read_models
 from router.testing import FakeDecodePod
 
@@ -148,7 +148,7 @@ async def test_a_file_or_a_model_that_cannot_be_read_changes_nothing(models_file
     for text, problem in (("alpha: 5", "alpha: expected a directory or a hub id, got 5"), ("- a", "expected name: ")):
         (tmp_path / "models.yaml").write_text(text)
         with pytest.raises(ConfigError, match=f"--models-file: .*{problem}"):
-            read_models(RouterConfig(models_file=models_file.path))
+            read_models(ModelsConfig(models_file=models_file.path))
 
 
 async def test_requests_of_a_removed_model_end_with_their_deadlines(models_file, directories):
@@ -217,4 +217,4 @@ def test_one_setting_says_which_models_there_are():
         ({"model": "y"}, "--models-file and --model exclude each other"),
     ):
         with pytest.raises(ValueError, match=problem):
-            RouterConfig(decode=["h:1"], models_file="models.yaml", **settings)
+            ModelsConfig(models_file="models.yaml", **settings)

@@ -12,8 +12,8 @@ import pytest
 from common.demo_model import demo_model_path
 from common.pb import inference_pb2, inference_pb2_grpc
 from router.admission.config import AdmissionConfig
-from router.config import RouterConfig
 from router.pods import PodState
+from router.serving.config import ModelsConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 
 PATH = "/v1/chat/completions"
@@ -234,4 +234,4 @@ async def test_one_model_may_have_several_names_and_pods_need_name_none(start_cl
 )
 def test_settings_that_contradict_each_other(settings, problem):
     with pytest.raises(ValueError, match=problem):
-        RouterConfig(decode=["h:1"], **settings)
+        ModelsConfig(**settings)

@@ -132,9 +132,9 @@ async def open_stream(stack, router, name, **headers):
 
 
 def served_by(router):
-    """By request id: what tells the routers apart that have sent it to the pod."""
-    transfers = [submit.request.request_id for submit in router.decode.submits]
-    return dict(re.match(r"(.+)\.([0-9a-f]{8})-\d+", each).groups() for each in transfers)
+    """By request id: what tells the routers apart that have sent it to the pod. Canaries have other ids."""
+    transfers = [re.match(r"(.+)\.([0-9a-f]{8})-\d+", submit.request.request_id) for submit in router.decode.submits]
+    return dict(each.groups() for each in transfers if each is not None)
 
 
 async def streams_of_all_workers(stack, router):
