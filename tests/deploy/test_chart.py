@@ -16,7 +16,7 @@ from common.config import Section, build
 from tests.deploy.chart import CHART, Rendered, chart, nested, render
 from tests.deploy.kubernetes_schemas import VERSIONS, validate, violations
 from tests.deploy.values import EVERYTHING, pairwise, values_of
-from tests.deploy.values_schema import CONFIGS, FILE, schema
+from tests.deploy.values_schema import CONFIGS, CONNECTORS_FILE, FILE, connectors, schema
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads(FILE.read_text())
@@ -306,6 +306,7 @@ def test_the_schema_has_every_value() -> None:
 
 def test_the_schema_has_every_setting() -> None:
     assert FILE.read_text() == schema(), "run make chart"
+    assert CONNECTORS_FILE.read_text() == connectors(), "run make chart"
 
 
 def test_lint() -> None:

@@ -1,4 +1,4 @@
-"""Writes the settings of Baton's processes into values.schema.json: python -m tests.deploy.values_schema"""
+"""Writes what the chart knows of Baton's settings and connectors: python -m tests.deploy.values_schema"""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import msgspec
 
 from common.config import field_names
 from decode_service.config import DecodeConfig
+from kv_store.registry import JOINING_CONNECTOR_NAMES, kind_of
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 from tests.deploy.chart import CHART
 
 FILE = CHART / "values.schema.json"
+CONNECTORS_FILE = CHART / "connectors.json"
 CONFIGS: dict[str, type[msgspec.Struct]] = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 # Settings that the chart decides itself.
 _OWNED = {
@@ -41,8 +43,21 @@ def schema() -> str:
     for role in CONFIGS:
         settings = document["properties"][role]["properties"]["settings"]
         settings["properties"] = {name: {} for name in settings_of(role)}
+    connector = document["properties"]["connector"]["properties"]
+    connector["type"] = {"enum": list(JOINING_CONNECTOR_NAMES)}
     return json.dumps(document, indent=2) + "\n"
 
 
+def connectors() -> str:
+    """What the templates go by of each connector."""
+    kinds = {name: kind_of(name) for name in JOINING_CONNECTOR_NAMES}
+    known = {
+        name: {"direct": not kind.is_store, "directory": kind.directory_option, "redis": kind.redis_option}
+        for name, kind in kinds.items()
+    }
+    return json.dumps(known, indent=2) + "\n"
+
+
 if __name__ == "__main__":
+    CONNECTORS_FILE.write_text(connectors())
     FILE.write_text(schema())

@@ -91,14 +91,28 @@ app.kubernetes.io/part-of: baton
 {{- default (printf "%s-kv" (include "baton.fullname" .)) .Values.connector.sharedStorage.existingClaim -}}
 {{- end -}}
 
+{{/* The option by which the connector, or the store below it, gets what it needs: the root context, and "redis" for the
+URL of a server or "directory" for one that all pods see. Empty: it needs none. */}}
+{{- define "baton.connectorOption" -}}
+{{- $connector := (index . 0).Values.connector -}}
+{{- $kinds := (index . 0).Files.Get "connectors.json" | fromJson -}}
+{{- $below := default dict (get $kinds (toString $connector.options.store)) -}}
+{{- with get (get $kinds $connector.type) (index . 1) }}{{ . }}{{ else }}{{ with get $below (index $ 1) }}store.{{ . }}{{ end }}{{ end -}}
+{{- end -}}
+
+{{/* "true" if blocks go from pod to pod, not through a store. */}}
+{{- define "baton.isDirect" -}}
+{{- if get (get (.Files.Get "connectors.json" | fromJson) .Values.connector.type) "direct" -}}true{{- end -}}
+{{- end -}}
+
 {{/* "true" if the connector uses Redis. */}}
 {{- define "baton.usesRedis" -}}
-{{- if or (eq .Values.connector.type "redis") (eq (toString .Values.connector.options.store) "redis") -}}true{{- end -}}
+{{- if include "baton.connectorOption" (list . "redis") -}}true{{- end -}}
 {{- end -}}
 
 {{/* "true" if the connector keeps blocks in a shared directory. */}}
 {{- define "baton.usesSharedStorage" -}}
-{{- if or (eq .Values.connector.type "shared-storage") (eq (toString .Values.connector.options.store) "shared-storage") -}}true{{- end -}}
+{{- if include "baton.connectorOption" (list . "directory") -}}true{{- end -}}
 {{- end -}}
 
 {{/* Value of the setting `model`. */}}
@@ -178,12 +192,9 @@ served_model_name: {{ . | quote }}
 drain_timeout_s: {{ $pod.drainSeconds }}
 device: {{ ternary "cuda" "cpu" (gt (int $pod.gpu.count) 0) }}
 connector: {{ $root.Values.connector.type }}
-{{- if eq $root.Values.connector.type "shared-storage" }}
-connector_path: /kv
-{{- end }}
 {{- $options := deepCopy $root.Values.connector.options }}
-{{- if eq (toString $options.store) "shared-storage" }}
-{{- $_ := set $options "store.path" "/kv" }}
+{{- with include "baton.connectorOption" (list $root "directory") }}
+{{- $_ := set $options . "/kv" }}
 {{- end }}
 {{- with $options }}
 connector_options:

@@ -51,7 +51,7 @@
 {{- if and $connector.nixl.rdma.ipcLock (not $connector.nixl.rdma.enabled) -}}
 {{- fail "connector.nixl.rdma.ipcLock needs RDMA: set connector.nixl.rdma.enabled: true, or remove ipcLock" -}}
 {{- end -}}
-{{- if and $connector.options.store (ne $connector.type "nixl") -}}
+{{- if and $connector.options.store (not (include "baton.isDirect" .)) -}}
 {{- fail (printf "connector.options.store is an option of nixl, and connector.type is %s: set connector.type: nixl, or remove it" $connector.type) -}}
 {{- end -}}
 {{- range $key := list "url" "store.url" -}}
