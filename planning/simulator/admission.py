@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from planning.simulator.pod import Clock
+from planning.simulator.clock import Clock
 from planning.simulator.router import SimulatedRouter
 from router.admission.admission import Admission, Outlook
 from router.admission.config import AdmissionConfig

@@ -6,15 +6,16 @@ import math
 import random
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from common.engine.messages import EngineStats
 from common.pb import pods_pb2
-from common.types import HASH_BYTES
+from common.types import hash_prompt, root_hash
 from planning.simulator.admission import SimulatedGate
-from planning.simulator.cache import split
-from planning.simulator.pod import Clock, PodRequest, SimulatedPod
+from planning.simulator.clock import Clock
+from planning.simulator.pod import Listener, PodRequest, SimulatedPod
 from planning.simulator.router import Setting, SimulatedRouter
 from planning.simulator.trace import Session, Trace, Turn
 from router.pods import PodClaim
@@ -78,7 +79,7 @@ class SimulatedCluster:
         num_pods = setting.num_prefill + setting.num_decode
         self._pods = [SimulatedPod(setting.hardware, self.clock, self._on_change) for _ in range(num_pods)]
         self._numbers = {id(pod): number for number, pod in enumerate(self._pods)}
-        self._figures = [pods_pb2.PodStats() for _ in range(num_pods)]  # as of the end of each pod's last step
+        self._figures = [pod.stats for pod in self._pods]  # as of the end of each pod's last step
         self._reported_at = [-math.inf] * num_pods
         self._reports_due: set[int] = set()  # numbers of pods
         self.routers = [SimulatedRouter(setting, self.clock, self._pods, seed) for seed in range(setting.num_routers)]
@@ -113,18 +114,18 @@ class SimulatedCluster:
             duration_s=self.clock.now,
             hit_rate=hit_rate(served),
             local_share=sum(request.is_local for request in requests) / len(requests),
-            num_preemptions=sum(pod.num_preemptions for pod in self._pods),
+            num_preemptions=sum(pod.stats.num_preemptions for pod in self._pods),
             prefill_busy=self._busy(computing),
             decode_busy=self._busy(self._pods[self.setting.num_prefill :]),
             num_decisions=len(requests),
             served=served,
         )
 
-    def note_gaps(self, seconds: float, count: int) -> None:
-        """So many gaps between tokens, which have just ended."""
-        if count and self.clock.now >= self.setting.warm_up_s:
+    def note_gap(self, seconds: float) -> None:
+        """A gap between tokens has just ended."""
+        if self.clock.now >= self.setting.warm_up_s:
             seconds = round(seconds, 6)
-            self.gaps[seconds] = self.gaps.get(seconds, 0) + count
+            self.gaps[seconds] = self.gaps.get(seconds, 0) + 1
 
     def _busy(self, pods: Sequence[SimulatedPod]) -> float:
         return sum(pod.busy_s for pod in pods) / self.clock.now / len(pods)
@@ -140,15 +141,11 @@ class SimulatedCluster:
     def check(self) -> list[str]:
         """Returns a line for each thing that should be gone; none: all is well."""
         problems = [problem for router in self.routers for problem in router.check()]
-        return problems + [
-            f"pod {number} still holds something"
-            for number, pod in enumerate(self._pods)
-            if pod.waiting or pod.running or pod.cache.num_free != pod.hardware.num_blocks
-        ]
+        return problems + [f"pod {number}: {each}" for number, pod in enumerate(self._pods) for each in pod.check()]
 
     def check_index(self) -> list[str]:
         """Returns a line for each entry in which an index is wrong about a pod. Looks up every prompt on every pod."""
-        prompts = [request.turn.prompt for request in self.requests]
+        prompts = [request.hashes for request in self.requests]
         return [problem for router in self.routers for prompt in prompts for problem in router.check_index(prompt)]
 
     def _begin(self, session: Session) -> None:
@@ -157,7 +154,7 @@ class SimulatedCluster:
     def _on_change(self, pod: SimulatedPod) -> None:
         """Has it reported now, or once _REPORT_S have passed since its last report."""
         number = self._numbers[id(pod)]
-        self._figures[number] = _figures(pod)
+        self._figures[number] = pod.stats
         due = self._reported_at[number] + _REPORT_S
         if due <= self.clock.now:
             self._report(number)
@@ -169,21 +166,23 @@ class SimulatedCluster:
         self._reports_due.discard(number)
         self._reported_at[number] = self.clock.now
         pod = self._pods[number]
-        stored, removed = pod.cache.take_events()
+        figures, change = _figures(self._figures[number]), pod.take_cache_change()
         for router in self.routers:
-            report = partial(router.on_report, number, self._figures[number], stored, removed)
+            report = partial(router.on_report, number, figures, change)
             self.clock.after(pod.hardware.message_s, report)
 
 
-def _figures(pod: SimulatedPod) -> pods_pb2.PodStats:
+def _figures(stats: EngineStats) -> pods_pb2.PodStats:
+    """Returns the part of a report that routers go by."""
     return pods_pb2.PodStats(
-        num_running=len(pod.running),
-        num_waiting=len(pod.waiting),
-        num_free_blocks=pod.cache.num_free,
-        num_blocks=pod.hardware.num_blocks,
-        num_queued_tokens=pod.num_queued_tokens,
-        last_step_s=pod.last_step_s,
-        last_step_tokens=pod.last_step_tokens,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_waiting_for_remote_kv=stats.num_waiting_for_remote_kv,
+        num_free_blocks=stats.num_free_blocks,
+        num_blocks=stats.num_blocks,
+        num_queued_tokens=stats.num_queued_tokens,
+        last_step_s=stats.last_step_s,
+        last_step_tokens=stats.last_step_tokens,
     )
 
 
@@ -196,6 +195,9 @@ class _Request:
         self.session = session
         self._number = number
         self.turn: Turn = session.turns[number]
+        block_size = cluster.setting.hardware.block_size
+        self.token_ids = self.turn.token_ids(block_size)  # of prompt and answer, until the end
+        self.hashes = hash_prompt(self.token_ids[: self.turn.num_prompt_tokens], block_size, root_hash())
         self.num_prompt_tokens = self.turn.num_prompt_tokens
         self.num_cached_tokens = 0
         self.router = cluster.any_router()
@@ -213,7 +215,7 @@ class _Request:
         """The user has asked."""
         self.arrived_at = self._clock.now
         self._cluster.requests.append(self)
-        self._query = self.router.query(self.turn, self.session.name)
+        self._query = self.router.query(self.num_prompt_tokens, self.hashes, self.session.name)
         if (gate := self._cluster.gate_of(self.router)) is None:
             self.send()
         else:
@@ -233,40 +235,40 @@ class _Request:
         self._decode_claim = decode.claim
         self.is_local = prefill is None
         if prefill is None:
-            job = PodRequest(
-                self._whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=False, listener=self
-            )
-            self._clock.after(delay_s, lambda: decode.pod.submit(job))
+            request = self.leg(self)
+            self._clock.after(delay_s, lambda: decode.pod.submit(request))
         else:
             leg = _PrefillLeg(self, self._clock, decode.pod, prefill.claim)
-            job = PodRequest(self._whole, self.num_prompt_tokens, 1, handed_over=False, listener=leg)
-            self._clock.after(delay_s, lambda: prefill.pod.submit(job))
+            request = self.leg(leg, "producer")
+            self._clock.after(delay_s, lambda: prefill.pod.submit(request))
 
-    def handed_over(self, decode: SimulatedPod, computed_s: float) -> None:
+    def leg(self, listener: Listener, role: Literal["producer", "consumer"] | None = None) -> PodRequest:
+        """Returns the request for one pod."""
+        return PodRequest(
+            self.token_ids, self.num_prompt_tokens, self.turn.num_output_tokens, role=role, listener=listener
+        )
+
+    def handed_over(self, decode: SimulatedPod, consumer: PodRequest, computed_s: float) -> None:
         """The prompt is computed: the first token goes to the user, the KV to the decode pod.
 
         `computed_s`: seconds in which KV was computed, and moved meanwhile.
         """
-        self.on_tokens(1, 0.0)
-        if self.turn.num_output_tokens == 1:
-            self.on_end()
-            return
-        hardware, whole = self._cluster.setting.hardware, self._whole
-        num_held = decode.cache.match(whole[: len(self.turn.prompt) // HASH_BYTES]) * hardware.block_size
+        self.on_tokens()
+        hardware = self._cluster.setting.hardware
+        num_held = decode.num_cached_blocks(self.hashes) * hardware.block_size
         num_moved = self.num_prompt_tokens - num_held
         moving_s = num_moved * hardware.handoff_token_s
         last_chunk_s = min(num_moved, hardware.max_num_batched_tokens) * hardware.handoff_token_s
         handoff_s = hardware.handoff_s + max(moving_s - computed_s, last_chunk_s)
         self.router.learn(handoff=(handoff_s, num_moved))
-        job = PodRequest(whole, self.num_prompt_tokens, self.turn.num_output_tokens, handed_over=True, listener=self)
-        self._clock.after(handoff_s, lambda: decode.submit(job))
+        self._clock.after(handoff_s, lambda: decode.deliver(consumer))
 
     def on_scheduled(self, num_cached_tokens: int) -> None:
         """See Listener."""
-        if not self.ttft_s:
+        if self.is_local:
             self.num_cached_tokens = num_cached_tokens
 
-    def on_tokens(self, count: int, seconds_each: float) -> None:
+    def on_tokens(self) -> None:
         """See Listener."""
         now = self._clock.now + self._cluster.setting.hardware.message_s
         if not self.ttft_s:
@@ -274,13 +276,13 @@ class _Request:
             assert self._decode_claim is not None
             self._decode_claim.prefilled(now)
         else:
-            self._cluster.note_gaps(now - (count - 1) * seconds_each - self._last, 1)
-        self._cluster.note_gaps(seconds_each, count - 1)
+            self._cluster.note_gap(now - self._last)
         self._last = now
 
     def on_end(self) -> None:
         """See Listener."""
         self.is_done = True
+        self.token_ids = []
         num_output_tokens = self.turn.num_output_tokens
         if num_output_tokens > 1:
             self.tpot_s = (self._last - self.arrived_at - self.ttft_s) / (num_output_tokens - 1)
@@ -297,10 +299,6 @@ class _Request:
         """Returns the record of a request that was served."""
         return Served(self.session.name, self._number, router, self.num_prompt_tokens, self.num_cached_tokens)
 
-    @property
-    def _whole(self) -> list[bytes]:
-        return split(self.turn.whole)
-
 
 class _PrefillLeg:
     """The leg of a request on a prefill pod."""
@@ -310,17 +308,19 @@ class _PrefillLeg:
         self._clock = clock
         self._decode = decode
         self._claim = claim
+        self._consumer = request.leg(request, "consumer")
         self._scheduled_at = 0.0
 
     def on_scheduled(self, num_cached_tokens: int) -> None:
         """See Listener."""
         self._scheduled_at = self._clock.now
+        self._clock.after(self._decode.hardware.message_s, lambda: self._decode.submit(self._consumer))
         self._request.num_cached_tokens = num_cached_tokens
 
-    def on_tokens(self, count: int, seconds_each: float) -> None:
+    def on_tokens(self) -> None:
         """See Listener."""
         self._claim.prefilled(self._clock.now)
-        self._request.handed_over(self._decode, self._clock.now - self._scheduled_at)
+        self._request.handed_over(self._decode, self._consumer, self._clock.now - self._scheduled_at)
 
     def on_end(self) -> None:
         """See Listener."""

@@ -1,61 +1,45 @@
-"""A simulated pod: continuous batching, chunked prefill, prefix caching, preemption by recompute. What a step takes of
-prompts is what the engine would take, by what the pod has learned of its own steps.
+"""A simulated pod: the engine's own scheduler and KV cache, whose steps take as long as a model of the hardware says.
 
 As in the engine, a request that arrives while a step runs is looked at when the step has ended, and figures are
-published at the ends of steps. While all that runs decodes and nothing waits, several steps are taken as one stretch,
-which an arrival cuts short at the end of the step that it falls into.
+published at the ends of steps.
+
+Drafts make steps that only decode shorter: one that would bring T tokens is simulated as T steps that share its time.
+Whoever waits for the tokens gets them together.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
-from bisect import insort
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
 
+from common.engine.config import SchedulerConfig
+from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.step import ModelRunnerOutput, Outcome, SchedulerOutput
+from common.engine.kv_cache import CacheChange, KVCacheManager, KVGroups
+from common.engine.messages import AddRequest, EngineStats, KVTransferParams, RequestOutput, RequestStarted
+from common.engine.scheduler.kv_transfers import HandedOver, NoTransfers
+from common.engine.scheduler.request import Request
+from common.engine.scheduler.scheduler import Scheduler
 from common.engine.worker.step_measurement import measure_steps
-from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, measured_knee, prefill_work
-from common.step_times import StepTimes
-from planning.simulator.cache import BlockCache
+from common.types import BlockHash, FinishReason, RequestId, SampledToken, SamplingParams, TransferId
+from planning.simulator.clock import Clock
 from planning.simulator.hardware import Hardware, Step, StepModel
 
-_LONGEST_STRETCH_S = 0.05  # as often as a pod reports
+_NO_LIMIT = 10**9
 _UNLIKE = 1e-9  # share by which the durations of two steps in a row differ at least, as measured ones do
-
-
-class Clock:
-    """Simulated time: callbacks in order."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def at(self, time_s: float, callback: Callable[[], None]) -> None:
-        """Call it then."""
-        heapq.heappush(self._events, (time_s, next(self._numbers), callback))
-
-    def after(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Call it after a delay."""
-        self.at(self.now + delay_s, callback)
-
-    def run(self) -> None:
-        """Runs until nothing is left to happen."""
-        while self._events:
-            self.now, _, callback = heapq.heappop(self._events)
-            callback()
+_WHOLE = 1 - 1e-9
+_LAYER = KVGroupSpec(layers=(0,), num_kv_heads=1, head_dim=1, value_head_dim=1, dtype="float32")
 
 
 class Listener(Protocol):
-    """Who waits for a job."""
+    """Who waits for a request's leg."""
 
     def on_scheduled(self, num_cached_tokens: int) -> None:
         """Its prompt has its turn for the first time."""
 
-    def on_tokens(self, count: int, seconds_each: float) -> None:
-        """So many tokens, so far apart; the last one now."""
+    def on_tokens(self) -> None:
+        """A step has brought tokens."""
 
     def on_end(self) -> None:
         """All tokens were produced."""
@@ -66,39 +50,44 @@ class PodRequest:
 
     def __init__(
         self,
-        hashes: list[bytes],
+        token_ids: Sequence[int],
         num_prompt_tokens: int,
         num_output_tokens: int,
         *,
-        handed_over: bool,
+        role: Literal["producer", "consumer"] | None = None,
         listener: Listener,
     ) -> None:
-        """`hashes` of prompt and answer. `handed_over`: the prompt's KV and the first token come from elsewhere.
-
-        A prefill leg has one output token.
-        """
-        self.hashes = hashes
+        """`token_ids` of prompt and answer. A producer ends after one token; a consumer's KV and first token come by
+        `SimulatedPod.deliver`."""
+        self.token_ids = token_ids
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = num_output_tokens
+        self.role = role
         self.listener = listener
-        self.handed_over = handed_over
-        self.num_tokens = num_prompt_tokens + handed_over  # known so far
-        self.num_left = num_output_tokens - handed_over  # to be produced
+        self.is_delivered = False
+        self.num_known = 0  # tokens of prompt and output, so far
         self.num_computed = 0
-        self.num_filled = 0  # leading blocks that are full and computed
-        self.held: list[bytes] = []  # cached blocks in use
-        self.num_private = 0
-        self.started = False
-        self.order = 0.0  # the lowest is computed first
-        self.owed = 0.0  # tokens of the next step: the part of one that drafts have brought so far
+        self.owed = 0.0  # the part of a step with drafts that has passed
 
-    @property
-    def is_stream(self) -> bool:
-        """Its next token is waited for."""
-        return self.started and self.num_uncomputed == 1 and self.num_left > 0
+    def message(self, request_id: RequestId) -> AddRequest:
+        """Returns the command that adds it to an engine."""
+        transfer = None
+        if self.role is not None:
+            transfer = KVTransferParams(transfer_id=TransferId(request_id), epoch=1, role=self.role)
+        return AddRequest(
+            request_id=request_id,
+            prompt_token_ids=list(self.token_ids[: self.num_prompt_tokens]),
+            sampling=SamplingParams(max_tokens=self.num_output_tokens, ignore_eos=True),
+            transfer=transfer,
+        )
 
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens to compute before, and for, the next one."""
-        return self.num_tokens - self.num_computed
+    def is_step_over(self, share: float) -> bool:
+        """Whether a step with drafts ends, of which such a share has passed."""
+        self.owed += share
+        if self.owed < _WHOLE:
+            return False
+        self.owed -= 1
+        return True
 
 
 class SimulatedPod:
@@ -106,240 +95,201 @@ class SimulatedPod:
 
     def __init__(self, hardware: Hardware, clock: Clock, on_change: Callable[[SimulatedPod], None]) -> None:
         self.hardware = hardware
-        self.cache = BlockCache(hardware.num_blocks)
-        self.waiting: list[PodRequest] = []  # in order
-        self.running: list[PodRequest] = []
-        steps = measured_steps(hardware.steps, hardware.max_num_batched_tokens)
-        measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in steps]
-        self._step_times = StepTimes.measured(hardware.max_num_batched_tokens, measured_work)
-        self._knee = measured_knee(steps) or 1.0
-        self.last_step_s = 0.0
-        self.last_step_tokens = 0
-        self.num_preemptions = 0
         self.busy_s = 0.0
         self._clock = clock
         self._on_change = on_change
+        groups = KVGroups((_LAYER,), hardware.block_size)
+        self._kv = KVCacheManager(hardware.num_blocks + 1, groups, enable_prefix_caching=True)  # one is the null block
+        self._requests: dict[RequestId, PodRequest] = {}
+        self._handoffs = _Handoffs(self._requests)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_batched_tokens=hardware.max_num_batched_tokens,
+                target_itl_ms=1e3 * hardware.target_itl_s,
+                max_num_seqs=hardware.max_num_seqs,
+                max_num_waiting=_NO_LIMIT,
+            ),
+            self._kv,
+            max_model_len=hardware.num_blocks * hardware.block_size,
+            vocab_size=2**32,
+            eos_token_ids=frozenset(),
+            transfers=self._handoffs,
+            measured_steps=measured_steps(hardware.steps, hardware.max_num_batched_tokens),
+        )
         self._arrived: list[PodRequest] = []  # since the step began
-        self._stretch: tuple[float, float, int] | None = None  # start, seconds of a step, steps
-        self._load = 0.0, 0  # work and context of one of its steps
-        self._tokens_per_step = 1.0  # of a request that decodes
-        self._chunks: list[tuple[PodRequest, int]] = []
-        self._version = 0
+        self._is_computing = False
+        self._last_step_s = 0.0
+        self._numbers = itertools.count()
 
     @property
-    def num_queued_tokens(self) -> int:
-        """Tokens not yet computed, waiting and running."""
-        return sum(job.num_uncomputed for job in self.waiting if not job.handed_over) + sum(
-            job.num_uncomputed for job in self.running
-        )
+    def stats(self) -> EngineStats:
+        """The engine's figures now."""
+        return self._scheduler.stats()
 
-    def submit(self, job: PodRequest) -> None:
-        """Take a job."""
-        self._arrived.append(job)
-        if self._stretch is None:
+    def submit(self, request: PodRequest) -> None:
+        """Takes a request."""
+        self._arrived.append(request)
+        self._start_if_idle()
+
+    def deliver(self, request: PodRequest) -> None:
+        """The KV of a consumer's prompt is there, and its first token."""
+        request.is_delivered = True
+        self._handoffs.delivered(request)
+        self._start_if_idle()
+
+    def take_cache_change(self) -> CacheChange:
+        """Returns the changes of the prefix cache since the last call."""
+        return self._scheduler.take_cache_change()
+
+    def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """Counts the leading blocks that are in the prefix cache."""
+        return len(self._kv.find_cached_prefix(_Prompt(hashes, self.hardware.block_size)))
+
+    def check(self) -> list[str]:
+        """Returns a line for each thing that should be gone; none: all is well."""
+        report = self._scheduler.check_integrity()
+        held = [f"{report.num_requests} requests"] * bool(report.num_requests)
+        return report.violations + held + [f"{report.num_blocks_in_use} blocks"] * bool(report.num_blocks_in_use)
+
+    def _start_if_idle(self) -> None:
+        if not self._is_computing:
             self._start()
-        else:
-            start, step_s, steps = self._stretch
-            done = max(1, math.ceil((self._clock.now - start) / step_s))
-            if done < steps:
-                self._run(start, step_s, done)
-
-    def _take_arrived(self) -> None:
-        for job in self._arrived:
-            job.order = self._clock.now
-            if not job.handed_over:
-                num_cached = self.cache.match(job.hashes[: job.num_tokens // self.hardware.block_size])
-                num_cached *= self.hardware.block_size
-                job.order += self._step_times.line.token_s * prefill_work(job.num_tokens - num_cached, num_cached)
-            insort(self.waiting, job, key=_order)
-        self._arrived.clear()
 
     def _start(self) -> None:
-        self._take_arrived()
-        self._make_room()
-        self._admit_handed_over()
-        hardware = self.hardware
-        chunks = [(job, 1) for job in self.running if job.num_uncomputed == 1]
-        context = sum(job.num_tokens for job, _ in chunks)
-        num_decoding, attended, work = len(chunks), 0.0, float(len(chunks))
-        room = self._room_for_prompts(sum(job.is_stream for job, _ in chunks), num_decoding, context)
-        budget = hardware.max_num_batched_tokens - num_decoding
-        prompts = sorted((job for job in self.running if job.num_uncomputed > 1), key=_order, reverse=True)
-        while budget > 0 and (job := self._next_prompt(prompts, room)) is not None:
-            chunk = min(room.chunk(job.num_uncomputed, job.num_computed), budget)
-            if chunk:
-                room.take(chunk, job.num_computed)
-                budget -= chunk
-                attended += chunk * (job.num_computed + chunk / 2)
-                work += prefill_work(chunk, job.num_computed)
-                chunks.append((job, chunk))
-        if not chunks:
-            return
-        self._chunks = chunks
-        tokens = sum(chunk for _, chunk in chunks)
-        step_s = self._draft(Step(tokens - num_decoding, num_decoding, len(chunks), context, attended))
-        self._load = work, context
-        self._run(self._clock.now, step_s, self._stretch_steps(step_s))
+        """Begins the next step that computes something, if there is one."""
+        now, scheduler = self._clock.now, self._scheduler
+        for request in self._arrived:
+            request_id = RequestId(str(next(self._numbers)))
+            self._requests[request_id] = request
+            scheduler.add_request(request.message(request_id), now)
+        self._arrived.clear()
+        self._is_computing = True
+        while True:
+            step = scheduler.schedule(now)
+            self._tell(scheduler.take_urgent_outputs())
+            if step.total_num_scheduled_tokens:
+                break
+            self._tell(scheduler.update(step, ModelRunnerOutput(), 0.0))
+            if not scheduler.has_work:
+                self._is_computing = False
+                return
+        outcomes, work = self._run(step)
+        step_s, tokens_per_step = self._seconds(work)
+        self._clock.after(step_s, lambda: self._end(step, outcomes, step_s, tokens_per_step))
 
-    def _draft(self, step: Step) -> float:
-        """Returns the seconds of the step. It has drafts if no prompts and a token takes less time with them."""
+    def _run(self, step: SchedulerOutput) -> tuple[dict[RequestId, Outcome], Step]:
+        """Returns the tokens of the step, and what it computes."""
+        for new in step.new_requests:
+            request = self._requests[new.request_id]
+            request.num_known, request.num_computed = len(new.token_ids), new.num_computed_tokens
+        outcomes: dict[RequestId, Outcome] = {}
+        num_decoding, attended = 0, 0.0
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            if count == 1:
+                num_decoding += 1
+            else:
+                attended += count * (request.num_computed + count / 2)
+            request.num_computed += count
+            if request.num_computed == request.num_known:
+                outcomes[request_id] = [SampledToken(request.token_ids[request.num_known])]
+                request.num_known += 1
+        prompt_tokens = step.total_num_scheduled_tokens - num_decoding
+        num_sequences = len(step.num_scheduled_tokens)
+        return outcomes, Step(prompt_tokens, num_decoding, num_sequences, step.num_context_tokens, attended)
+
+    def _seconds(self, step: Step) -> tuple[float, float]:
+        """Returns the seconds of a step, and the steps that come to their clients at once: more than one with drafts,
+        which it has if it has no prompts and a token takes less time with them."""
         steps, drafts = self.hardware.steps, self.hardware.drafts
         plain_s = steps.seconds(step)
+        if step.prompt_tokens or drafts.tokens_per_step == 1:
+            return plain_s, 1.0
         drafting_s = steps.seconds(step._replace(num_drafts=step.num_decoding * drafts.per_step))
-        pays = not step.prompt_tokens and drafting_s < plain_s * drafts.tokens_per_step
-        self._tokens_per_step = drafts.tokens_per_step if pays else 1.0
-        return drafting_s if pays else plain_s
+        token_s = drafting_s / drafts.tokens_per_step
+        return (token_s, drafts.tokens_per_step) if token_s < plain_s else (plain_s, 1.0)
 
-    def _room_for_prompts(self, num_streams: int, num_decoding: int, context: int) -> PromptRoom:
-        times = self._step_times
-        if not num_streams:
-            return PromptRoom.alone(self._knee)
-        if not times.is_known:
-            return PromptRoom.least(MIN_PREFILL_TOKENS)
-        return PromptRoom.beside_streams(
-            times.line,
-            step_s=times.predict(num_decoding, context),
-            target_s=self.hardware.target_itl_s,
-            least=MIN_PREFILL_TOKENS,
-        )
-
-    def _next_prompt(self, prompts: list[PodRequest], room: PromptRoom) -> PodRequest | None:
-        """The next in order: one of those that are under way, the first last, or the first that waits, if it can be
-        admitted."""
-        if room.is_full:
-            return None
-        if self.waiting and not (prompts and prompts[-1].order < self.waiting[0].order) and self._admit():
-            return self.running[-1]
-        return prompts.pop() if prompts else None
-
-    def _stretch_steps(self, step_s: float) -> int:
-        """How many equal steps follow, if nothing arrives."""
-        if self.waiting or any(job.num_uncomputed != 1 for job in self.running):
-            return 1
-        num_tokens = self.cache.num_free // len(self.running) * self.hardware.block_size
-        num_tokens = min(num_tokens, *(job.num_left for job in self.running))
-        return max(1, min(int(num_tokens / self._tokens_per_step), int(_LONGEST_STRETCH_S / step_s)))
-
-    def _run(self, start: float, step_s: float, steps: int) -> None:
-        self._stretch = (start, step_s, steps)
-        self._version += 1
-        version = self._version
-        self._clock.at(start + step_s * steps, lambda: self._end(version))
-
-    def _end(self, version: int) -> None:
-        if version != self._version or self._stretch is None:
-            return
-        _, step_s, steps = self._stretch
-        self._stretch = None
-        self.busy_s += step_s * steps
-        self._learn(step_s)
-        for job, chunk in self._chunks:
-            self._advance(job, chunk, steps, step_s)
-        for job, _ in self._chunks:
-            if not job.num_left:
-                self.running.remove(job)
-                self._release(job)
-                job.listener.on_end()
+    def _end(
+        self, step: SchedulerOutput, outcomes: dict[RequestId, Outcome], step_s: float, tokens_per_step: float
+    ) -> None:
+        self.busy_s += step_s
+        self._last_step_s = step_s * (1 + _UNLIKE) if step_s == self._last_step_s else step_s
+        outputs = self._scheduler.update(step, ModelRunnerOutput(outcomes), self._last_step_s)
+        self._tell(outputs, tokens_per_step)
         self._on_change(self)
         self._start()
 
-    def _learn(self, step_s: float) -> None:
-        """Learns once from a stretch: to do so from each of its steps, as the engine does, takes most of a simulation's
-        time."""
-        self._step_times.observe(step_s, *self._load)
-        self.last_step_s = step_s * (1 + _UNLIKE) if step_s == self.last_step_s else step_s
-        self.last_step_tokens = sum(chunk for _, chunk in self._chunks)
+    def _tell(self, outputs: Sequence[RequestOutput], tokens_per_step: float = 1.0) -> None:
+        for output in outputs:
+            request = self._requests[output.request_id]
+            for event in output.events:
+                if isinstance(event, RequestStarted):
+                    request.listener.on_scheduled(event.num_cached_tokens)
+            is_over = output.finish_reason is not None
+            num_tokens = len(output.tokens)
+            if output.start_index == 0 and request.role == "consumer":
+                num_tokens -= 1  # the first came from the producer
+            if num_tokens > 0 and (tokens_per_step == 1.0 or request.is_step_over(1 / tokens_per_step) or is_over):
+                request.listener.on_tokens()
+            if is_over:
+                assert output.finish_reason in (FinishReason.LENGTH, FinishReason.HANDOFF), output.error
+                del self._requests[output.request_id]
+                request.listener.on_end()
 
-    def _advance(self, job: PodRequest, chunk: int, steps: int, step_s: float) -> None:
-        """Tokens that one step brings come at once."""
-        if job.is_stream:
-            job.owed += steps * self._tokens_per_step
-            sampled = min(int(job.owed), job.num_left)
-            job.owed -= sampled
-            job.num_computed += sampled
-        else:
-            job.num_computed += chunk
-            sampled = int(not job.num_uncomputed)
-        if sampled:
-            job.num_tokens += sampled
-            job.num_left -= sampled
-            job.listener.on_tokens(steps, step_s)
-        self._grow(job)
-        self._fill(job)
 
-    def _admit_handed_over(self) -> None:
-        """Prompts that were computed elsewhere pass those that wait to be computed here."""
-        for job in [job for job in self.waiting if job.handed_over]:
-            if not self._admit(job):
-                return
-            self._fill(job)
+class _Handoffs(NoTransfers):
+    """The consumers of a pod: each waits in the blocks that it has until its KV is delivered."""
 
-    def _admit(self, job: PodRequest | None = None) -> bool:
-        """Take a waiting job, the first unless one is named, if there is a slot and blocks."""
-        if len(self.running) >= self.hardware.max_num_seqs:
-            return False
-        job = job or self.waiting[0]
-        block_size = self.hardware.block_size
-        whole = job.hashes[: (job.num_tokens - 1) // block_size]  # one token is computed in any case
-        num_cached = self.cache.match(whole)
-        num_new = -(-job.num_tokens // block_size) - num_cached
-        watermark = self.hardware.num_blocks // 100 if self.running else 0
-        if num_new + self.cache.num_idle(whole[:num_cached]) + watermark > self.cache.num_free:
-            return False
-        self.waiting.remove(job)
-        job.held = whole[:num_cached]
-        self.cache.share(job.held)
-        self.cache.allocate(num_new)
-        job.num_private = num_new
-        job.num_filled = num_cached
-        job.num_computed = num_cached * block_size
-        if job.handed_over:
-            job.num_computed = job.num_tokens - 1
-            job.handed_over = False
-        if not job.started:
-            job.started = True
-            job.listener.on_scheduled(num_cached * block_size)
-        self.running.append(job)
-        return True
+    def __init__(self, requests: Mapping[RequestId, PodRequest]) -> None:
+        self._requests = requests  # of the pod
+        self._waiting: dict[PodRequest, Request] = {}  # that have blocks
+        self._events: list[HandedOver] = []
 
-    def _make_room(self) -> None:
-        """Preempt the latest jobs until all others can grow by a block."""
-        while len(self.running) > 1 and self.cache.num_free < len(self.running):
-            needed = sum(self._lacks(job) for job in self.running)
-            if needed <= self.cache.num_free:
-                return
-            job = max(self.running, key=_order)
-            self.running.remove(job)
-            self._release(job)
-            job.num_computed = 0
-            insort(self.waiting, job, key=_order)
-            self.num_preemptions += 1
+    @property
+    def has_events(self) -> bool:  # type: ignore[override]
+        """See KVTransfers."""
+        return bool(self._events)
 
-    def _lacks(self, job: PodRequest) -> int:
-        """Blocks to take before the next token."""
-        if job.num_left <= 1:
-            return 0
-        most = min(job.num_left, math.ceil(self.hardware.drafts.tokens_per_step))
-        return max(0, -(-(job.num_tokens + most) // self.hardware.block_size) - len(job.held) - job.num_private)
+    def receive(self, request: Request) -> list[int]:
+        """See KVTransfers."""
+        leg = self._requests[request.request_id]
+        self._waiting[leg] = request
+        if leg.is_delivered:
+            self.delivered(leg)
+        return []
 
-    def _grow(self, job: PodRequest) -> None:
-        if (lacks := min(self._lacks(job), self.cache.num_free)) > 0:
-            self.cache.allocate(lacks)
-            job.num_private += lacks
+    def delivered(self, leg: PodRequest) -> None:
+        """The KV is there; it waits for blocks if the consumer has none yet."""
+        if (request := self._waiting.pop(leg, None)) is not None:
+            first = SampledToken(leg.token_ids[leg.num_prompt_tokens])
+            self._events.append(HandedOver(request.request_id, _NO_LIMIT, first, "", None, may_be_written=False))
 
-    def _fill(self, job: PodRequest) -> None:
-        """Cache what is full now."""
-        full = min(job.num_computed // self.hardware.block_size, len(job.hashes))
-        while job.num_filled < full:
-            block_hash = job.hashes[job.num_filled]
-            job.num_filled += 1
-            if job.num_private and self.cache.fill(block_hash):
-                job.num_private -= 1
-                job.held.append(block_hash)
+    def collect(self) -> Sequence[HandedOver]:
+        """See KVTransfers."""
+        events, self._events = self._events, []
+        return events
 
-    def _release(self, job: PodRequest) -> None:
-        self.cache.release(job.held, job.num_private)
-        job.held, job.num_private, job.num_filled = [], 0, 0
+
+class _Prompt:
+    """A TokenSequence of full blocks, to be looked up."""
+
+    request_id = RequestId("")
+    num_computed_tokens = 0
+    num_arriving_tokens = 0
+    num_leaving_tokens = None
+    reads_cache = True
+
+    def __init__(self, block_hashes: Sequence[BlockHash], block_size: int) -> None:
+        self.block_hashes = list(block_hashes)
+        self.block_size = block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than are in the blocks: the last one is never looked up."""
+        return len(self.block_hashes) * self.block_size + 1
+
+    def complete_block_hashes(self, block_size: int, num_blocks: int) -> None:
+        """See TokenSequence. All are known."""
 
 
 def measured_steps(model: StepModel, max_num_batched_tokens: int) -> list[tuple[int, float]]:
@@ -351,7 +301,3 @@ def measured_steps(model: StepModel, max_num_batched_tokens: int) -> list[tuple[
         now += model.seconds(Step(tokens, 0, 1, 0, tokens**2 / 2))
 
     return measure_steps(run, max_num_batched_tokens, lambda: now)
-
-
-def _order(job: PodRequest) -> float:
-    return job.order

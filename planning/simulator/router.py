@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from common.engine.kv_cache import CacheChange
 from common.pb import pods_pb2
 from common.step_budget import MIN_PREFILL_TOKENS, prefill_work
-from planning.simulator.cache import split
+from common.types import BlockHash
+from planning.simulator.clock import Clock
 from planning.simulator.hardware import Hardware
-from planning.simulator.pod import Clock, SimulatedPod
-from planning.simulator.trace import Turn
+from planning.simulator.pod import SimulatedPod
 from router.admission.config import AdmissionConfig
 from router.admission.limits import PREDICTION_MARGIN, Limits
 from router.admission.room import Room, room_of
@@ -89,11 +90,11 @@ class SimulatedRouter:
             seed=seed,
         )
 
-    def query(self, turn: Turn, session: str) -> Query:
-        """Returns the query for a prompt."""
+    def query(self, num_prompt_tokens: int, hashes: Sequence[BlockHash], session: str) -> Query:
+        """Returns the query for a prompt with these full blocks."""
         return Query(
-            num_prompt_tokens=turn.num_prompt_tokens,
-            block_hashes=turn.prompt,
+            num_prompt_tokens=num_prompt_tokens,
+            block_hashes=b"".join(hashes),
             block_size=self._hardware.block_size,
             expected_output_tokens=self.estimates.expected_output_tokens(4096),
             handoff_token_s=self.estimates.handoff_token_s,
@@ -130,13 +131,13 @@ class SimulatedRouter:
         if handoff is not None:
             self.estimates.handed_over(*handoff)
 
-    def on_report(self, pod_number: int, stats: pods_pb2.PodStats, stored: bytes, removed: bytes) -> None:
+    def on_report(self, pod_number: int, stats: pods_pb2.PodStats, change: CacheChange) -> None:
         """Takes a pod's report on its load and its cache."""
         known = self._pods_known[pod_number]
         known.load.report(stats)
-        if stored or removed:
+        if change.stored or change.removed:
             known.sequence += 1
-            assert self._index.apply(known.facts.slot, known.sequence, stored, removed)
+            assert self._index.apply(known.facts.slot, known.sequence, change.stored, change.removed)
 
     def check(self) -> list[str]:
         """Returns a line for each thing that should be gone; none: all is well."""
@@ -146,13 +147,13 @@ class SimulatedRouter:
             if (known.load.num_requests, known.load.num_tokens, known.load.work, known.load.num_blocks) != (0, 0, 0, 0)
         ]
 
-    def check_index(self, prompt: bytes) -> list[str]:
+    def check_index(self, prompt: Sequence[BlockHash]) -> list[str]:
         """Returns a line for each pod about which the index is wrong: how much of a prompt it holds."""
-        indexed = self._index.match(prompt, self._clock.now + _NO_LIMIT_S).computed
+        indexed = self._index.match(b"".join(prompt), self._clock.now + _NO_LIMIT_S).computed
         return [
             f"{known.facts.address}: the index has {indexed[known.facts.slot]} blocks of a prompt"
             for known in self._pods_known
-            if indexed[known.facts.slot] != known.pod.cache.match(split(prompt))
+            if indexed[known.facts.slot] != known.pod.num_cached_blocks(prompt)
         ]
 
     def _claim(self, placement: Placement, query: Query, *, computes: bool) -> Sent:

@@ -1,4 +1,4 @@
-"""The load of a simulation: sessions of requests, each with the hashes of its blocks.
+"""The load of a simulation: sessions of requests, each with a name for the content of each of its blocks.
 
 A session is turns that follow each other, each with the whole conversation so far as its prompt. The next turn comes
 some time after the answer to the one before, so how fast a policy is decides what comes when, as in life.
@@ -10,6 +10,8 @@ import hashlib
 import random
 from typing import NamedTuple
 
+import numpy as np
+
 from common.types import HASH_BYTES
 
 
@@ -17,10 +19,19 @@ class Turn(NamedTuple):
     """One request of a session."""
 
     wait_s: float  # after the answer before; of the first turn 0
-    prompt: bytes  # hashes of the prompt's full blocks
-    whole: bytes  # hashes of the full blocks of prompt and answer
+    prompt: bytes  # names of the prompt's full blocks, of `HASH_BYTES` each
+    whole: bytes  # names of the full blocks of prompt and answer
     num_prompt_tokens: int
     num_output_tokens: int
+
+    def token_ids(self, block_size: int) -> list[int]:
+        """Returns the tokens of prompt and answer: a block begins with its name, as four numbers, and so differs."""
+        names = np.frombuffer(self.whole, "<u4").reshape(-1, HASH_BYTES // 4)
+        tokens = np.zeros((len(names) + 1, block_size), np.uint32)
+        width = min(block_size, HASH_BYTES // 4)
+        tokens[:-1, :width] = names[:, :width]
+        found: list[int] = tokens.ravel()[: self.num_prompt_tokens + self.num_output_tokens].tolist()
+        return found
 
 
 class Session(NamedTuple):
@@ -44,13 +55,10 @@ class Trace(NamedTuple):
         return sum(len(session.turns) for session in self.sessions)
 
 
-def chain(hashes: bytes, name: str, num_blocks: int) -> bytes:
-    """Returns `hashes` and those of so many more blocks, which are the same for the same beginning and name."""
-    parent, chained = hashes[-HASH_BYTES:], [hashes]
-    for index in range(num_blocks):
-        parent = hashlib.blake2b(parent + f"{name} {index}".encode(), digest_size=HASH_BYTES).digest()
-        chained.append(parent)
-    return b"".join(chained)
+def chain(names: bytes, name: str, num_blocks: int) -> bytes:
+    """Returns `names` and those of so many more blocks, which are the same for the same name."""
+    numbered = (f"{name} {index}".encode() for index in range(num_blocks))
+    return names + b"".join(hashlib.blake2b(each, digest_size=HASH_BYTES).digest() for each in numbered)
 
 
 def poisson(choices: random.Random, count: int, rate: float) -> list[float]:

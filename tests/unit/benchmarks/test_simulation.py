@@ -8,7 +8,6 @@ import pytest
 from benchmarks.simulate.__main__ import SETUPS, Setup, compare, compare_routers, main, run
 from benchmarks.simulate.report import verdicts
 from benchmarks.simulate.timing import H100_8B
-from planning.simulator.cache import BlockCache
 from planning.simulator.cluster import SimulatedCluster
 from planning.simulator.router import Setting
 
@@ -88,21 +87,3 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     assert main([*arguments, "--markdown", str(tmp_path / "out.md")]) == 0
     assert "| no sharing | kv_aware:2 |" in capsys.readouterr().out
     assert "| no sharing | round_robin |" in (tmp_path / "out.md").read_text()
-
-
-def test_a_cache_reports_what_changed_and_nothing_twice() -> None:
-    cache = BlockCache(3)
-    names = [bytes([number]) * 16 for number in range(4)]
-    cache.allocate(2)
-    assert cache.fill(names[0])
-    assert cache.fill(names[1])
-    assert cache.take_events() == (names[0] + names[1], b"")
-    cache.release(names[:2], 0)
-    assert (cache.num_free, cache.match(names)) == (3, 2)
-    cache.allocate(2)
-    assert cache.match(names) == 1, "the end of a prompt goes first"
-    assert cache.fill(names[1])
-    assert cache.take_events() == (b"", b""), "it came back before anybody was told"
-    assert not cache.fill(names[0]), "cached already"
-    cache.release([names[1]], 1)
-    assert cache.num_free == 3
