@@ -5,7 +5,6 @@ Modules that need gRPC are imported within the checks: on a machine where it doe
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -13,7 +12,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -54,7 +52,6 @@ _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 _TRANSPORTS = re.compile(r"cfg#\d+ (.*\S)")
 _DEVICE = re.compile(r"\(([^)]+)\)")
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
-_TIME_ERROR = 5  # adjtimex: the clock is not synchronised
 
 
 def check_python(_: DoctorConfig) -> Finding:
@@ -338,35 +335,14 @@ def _limit(value: int) -> str:
 
 
 def check_clock(_: DoctorConfig) -> Finding:
-    """Compares the clock with the age of the installation, and asks the kernel whether it is synchronised."""
+    """Compares the clock with the age of the installation."""
     now = time.time()
     installed = Path(__file__).stat().st_mtime
     detail = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < installed:
         fix = "set the clock: certificates are checked against it"
         return Finding("failed", f"{detail}, which is before this installation", fix)
-    if _kernel_clock_state() == _TIME_ERROR:
-        return Finding(
-            "note", f"{detail}; the kernel does not report it as synchronised", "run an NTP client such as chrony"
-        )
     return Finding("ok", detail)
-
-
-def _kernel_clock_state() -> int | None:
-    if sys.platform != "linux":
-        return None
-    buffer = ctypes.create_string_buffer(512)  # struct timex is 208 bytes; all zero: only ask
-    state = int(ctypes.CDLL(None).adjtimex(buffer))
-    return state if state >= 0 else None
-
-
-def check_addresses(_: DoctorConfig) -> Finding:
-    """Resolves this machine's names."""
-    try:
-        socket.getaddrinfo("localhost", None)
-    except OSError as error:
-        return Finding("failed", f"localhost does not resolve: {error.strerror}", "add it to /etc/hosts")
-    return Finding("ok", f"localhost resolves; this machine is {socket.gethostname()}")
 
 
 class Probed(msgspec.Struct, frozen=True):
@@ -425,6 +401,5 @@ CHECKS = (
     Check("shared memory", check_shared_memory, _uses_directory),
     Check("temporary files", check_temporary_files),
     Check("open files", check_files, lambda _: False),
-    Check("names", check_addresses, lambda _: False),
     Check("clock", check_clock, lambda _: False),
 )

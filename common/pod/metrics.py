@@ -5,7 +5,7 @@ All names begin with `baton_pod_`, those of a router with `baton_router_`: no su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -115,6 +115,71 @@ class _CacheConfig(Collector):
         yield family
 
 
+def _kv_cache_usage(stats: EngineStats) -> float:
+    return (stats.num_blocks - stats.num_free_blocks) / max(1, stats.num_blocks)
+
+
+_Figure = tuple[str, str, str | Callable[[EngineStats], float]]  # name, documentation, attribute or function
+
+_GAUGES: Sequence[_Figure] = (
+    ("baton_pod_num_requests_running", "Requests in the running batch.", "num_running"),
+    ("baton_pod_num_requests_waiting", "Requests queued.", "num_waiting"),
+    ("baton_pod_num_requests_waiting_for_remote_kv", "Requests whose KV is in flight.", "num_waiting_for_remote_kv"),
+    ("baton_pod_kv_cache_usage_perc", "Used KV blocks / all blocks; 1 is full.", _kv_cache_usage),
+    ("baton_pod_queued_tokens", "Tokens not yet computed.", "num_queued_tokens"),
+    ("baton_pod_last_step_seconds", "Duration of the last step.", "last_step_s"),
+)
+_COUNTERS: Sequence[_Figure] = (
+    ("baton_pod_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    ("baton_pod_prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    ("baton_pod_tier_queries", "Tokens looked up in the tiers below the device.", "tier_queries"),
+    ("baton_pod_tier_hits", "Tokens restored from the tiers below the device.", "tier_hits"),
+    ("baton_pod_num_offloaded_blocks", "Blocks saved to the tiers below the device.", "num_offloaded_blocks"),
+    (
+        "baton_pod_num_offload_failures",
+        "Blocks that could not be saved to the tiers below the device.",
+        "num_offload_failures",
+    ),
+    (
+        "baton_pod_num_offloads_skipped",
+        "Blocks not offered to the tiers below the device because too many offloads were in flight.",
+        "num_offloads_skipped",
+    ),
+    ("baton_pod_prompt_tokens", "Prompt tokens computed here.", "num_prompt_tokens"),
+    ("baton_pod_generation_tokens", "Tokens generated here.", "num_generation_tokens"),
+    ("baton_pod_num_preemptions", "Requests that lost their blocks while running.", "num_preemptions"),
+    (
+        "baton_pod_num_late_masks",
+        "Tokens that waited for another step because the mask of the request's grammar was not there.",
+        "num_late_masks",
+    ),
+    (
+        "baton_pod_num_slow_grammars",
+        "Requests that ended because following their grammar takes too long.",
+        "num_slow_grammars",
+    ),
+    ("baton_pod_drafts_proposed", "Tokens that the proposer guessed.", "drafts.num_proposed"),
+    ("baton_pod_drafts_verified", "Of these, computed beside the requests' next tokens.", "drafts.num_verified"),
+    ("baton_pod_drafts_accepted", "Of these, those that were right: tokens of outputs.", "drafts.num_accepted"),
+    (
+        "baton_pod_draft_verifications",
+        "Steps of requests that verified drafts; each gives a token more than were accepted.",
+        "drafts.num_verifications",
+    ),
+    ("baton_pod_draft_steps", "Steps in which any request verified drafts.", "drafts.num_steps"),
+    (
+        "baton_pod_draft_prompt_tokens",
+        "Tokens that the draft model computed before it could propose, such as prompts that were handed over.",
+        "drafts.num_caught_up",
+    ),
+    (
+        "baton_pod_head_unseen_tokens",
+        "Tokens that a head does without, as these or later ones were computed by a pod without this head.",
+        "drafts.num_unseen",
+    ),
+)
+
+
 class _EngineFigures(Collector):
     """The figures of the pod's engines. Those of several have the label `engine`, its number."""
 
@@ -131,8 +196,8 @@ class _EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See Collector."""
-        yield from self._gauges()
-        yield from self._counters()
+        yield from self._figures(GaugeMetricFamily, _GAUGES)
+        yield from self._figures(CounterMetricFamily, _COUNTERS)
         yield from self._drafts()
         yield self._kernel_fallbacks()
         yield from self._steps()
@@ -143,98 +208,18 @@ class _EngineFigures(Collector):
         """Values of the labels, and the figures."""
         return list(zip(self._of_engines, self._stats.by_engine, strict=True))
 
-    def _gauges(self) -> Iterator[Metric]:
-        figures: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-            ("baton_pod_num_requests_running", "Requests in the running batch.", attrgetter("num_running")),
-            ("baton_pod_num_requests_waiting", "Requests queued.", attrgetter("num_waiting")),
-            (
-                "baton_pod_num_requests_waiting_for_remote_kv",
-                "Requests whose KV is in flight.",
-                attrgetter("num_waiting_for_remote_kv"),
-            ),
-            ("baton_pod_kv_cache_usage_perc", "Used KV blocks / all blocks; 1 is full.", _kv_cache_usage),
-            ("baton_pod_queued_tokens", "Tokens not yet computed.", attrgetter("num_queued_tokens")),
-            ("baton_pod_last_step_seconds", "Duration of the last step.", attrgetter("last_step_s")),
-        )
-        for name, documentation, value in figures:
-            family = GaugeMetricFamily(name, documentation, labels=self._labels)
+    def _figures(
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], figures: Sequence[_Figure]
+    ) -> Iterator[Metric]:
+        for name, documentation, source in figures:
+            value = attrgetter(source) if isinstance(source, str) else source
+            family = kind(name, documentation, labels=self._labels)
             for labels, stats in self._by_engine():
                 family.add_metric(labels, value(stats))
             yield family
 
-    def _counters(self) -> Iterator[Metric]:
-        figures: tuple[tuple[str, str, str], ...] = (
-            (
-                "baton_pod_prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                "prefix_cache_queries",
-            ),
-            ("baton_pod_prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
-            ("baton_pod_tier_queries", "Tokens looked up in the tiers below the device.", "tier_queries"),
-            ("baton_pod_tier_hits", "Tokens restored from the tiers below the device.", "tier_hits"),
-            (
-                "baton_pod_num_offloaded_blocks",
-                "Blocks saved to the tiers below the device.",
-                "num_offloaded_blocks",
-            ),
-            (
-                "baton_pod_num_offload_failures",
-                "Blocks that could not be saved to the tiers below the device.",
-                "num_offload_failures",
-            ),
-            (
-                "baton_pod_num_offloads_skipped",
-                "Blocks not offered to the tiers below the device because too many offloads were in flight.",
-                "num_offloads_skipped",
-            ),
-            ("baton_pod_prompt_tokens", "Prompt tokens computed here.", "num_prompt_tokens"),
-            ("baton_pod_generation_tokens", "Tokens generated here.", "num_generation_tokens"),
-            ("baton_pod_num_preemptions", "Requests that lost their blocks while running.", "num_preemptions"),
-            (
-                "baton_pod_num_late_masks",
-                "Tokens that waited for another step because the mask of the request's grammar was not there.",
-                "num_late_masks",
-            ),
-            (
-                "baton_pod_num_slow_grammars",
-                "Requests that ended because following their grammar takes too long.",
-                "num_slow_grammars",
-            ),
-        )
-        for name, documentation, field in figures:
-            family = CounterMetricFamily(name, documentation, labels=self._labels)
-            for labels, stats in self._by_engine():
-                family.add_metric(labels, getattr(stats, field))
-            yield family
-
     def _drafts(self) -> Iterator[Metric]:
         """Nothing by position or reason where there was none."""
-        figures: tuple[tuple[str, str, str], ...] = (
-            ("baton_pod_drafts_proposed", "Tokens that the proposer guessed.", "num_proposed"),
-            ("baton_pod_drafts_verified", "Of these, computed beside the requests' next tokens.", "num_verified"),
-            ("baton_pod_drafts_accepted", "Of these, those that were right: tokens of outputs.", "num_accepted"),
-            (
-                "baton_pod_draft_verifications",
-                "Steps of requests that verified drafts; each gives a token more than were accepted.",
-                "num_verifications",
-            ),
-            ("baton_pod_draft_steps", "Steps in which any request verified drafts.", "num_steps"),
-            (
-                "baton_pod_draft_prompt_tokens",
-                "Tokens that the draft model computed before it could propose, such as prompts that were handed over.",
-                "num_caught_up",
-            ),
-            (
-                "baton_pod_head_unseen_tokens",
-                "Tokens that a head does without, as these or later ones were computed by a pod without this head.",
-                "num_unseen",
-            ),
-        )
-        for name, documentation, field in figures:
-            family = CounterMetricFamily(name, documentation, labels=self._labels)
-            for labels, stats in self._by_engine():
-                family.add_metric(labels, getattr(stats.drafts, field))
-            yield family
         fallen = GaugeMetricFamily(
             "baton_pod_draft_acceptance_fallen",
             "1: of the drafts of the last minutes, less than half as many were right as in the hour before.",
@@ -349,7 +334,3 @@ class _EngineFigures(Collector):
         yield seconds
         yield moved
         yield failed
-
-
-def _kv_cache_usage(stats: EngineStats) -> float:
-    return (stats.num_blocks - stats.num_free_blocks) / max(1, stats.num_blocks)
