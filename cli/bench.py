@@ -54,7 +54,7 @@ _EXIT_CODES = {
     EXIT_INTERRUPTED: "interrupted; serve prints the figures of the requests that had ended",
 }
 _OWN_RATE = frozenset({"request_rate", "num_prompts"})  # options that sweep decides
-_LEAST_REQUESTS = 20  # of a try, and of those sent one at a time
+_LEAST_REQUESTS = 20  # fewest requests of a try, and of the run that sends them one at a time
 
 
 class BenchOptions(EndpointOptions, frozen=True, kw_only=True):

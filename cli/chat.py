@@ -217,12 +217,12 @@ def _line_editing() -> Iterator[None]:
     """Line editing for input(), with the messages of earlier conversations, which only this user can read."""
     try:
         import readline
-    except ImportError:  # not everywhere
+    except ImportError:  # readline is missing on some platforms
         yield
         return
     try:
         file = state_root() / _HISTORY_FILE
-    except StateError:  # a conversation without a past
+    except StateError:  # without a state directory there is no history
         yield
         return
     with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ EXIT_CODES = {
     2: "a wrong option, no cluster of that name, or several to choose from",
     EXIT_INTERRUPTED: "interrupted; the processes were killed",
 }
-_MARGIN_S = 10.0  # beyond what the launcher gives its processes
+_MARGIN_S = 10.0  # waited for the launcher beyond the grace period of its processes
 _KILL_S = 10.0
 _POLL_S = 0.05
 

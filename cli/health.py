@@ -21,7 +21,7 @@ from common.rpc.server import LIVENESS
 from common.rpc.tls import ClusterTlsConfig, cluster_tls
 
 ADDRESS_VARIABLE = "BATON_HEALTH_ADDRESS"
-DEFAULT_ADDRESS = "127.0.0.1:9000"  # of a router
+DEFAULT_ADDRESS = "127.0.0.1:9000"  # gRPC address of a local router
 _EXIT_CODES = {
     0: "it serves",
     EXIT_FAILED: "it answers, but does not serve",

@@ -29,8 +29,8 @@ from kv_store.inspection import (
 )
 
 EXIT_CORRUPT = 1  # `verify` found a block that is not what its name says
-_REMOVE_BATCH = 500  # blocks, in one round trip where the medium has such a thing
-_CONFIG_SECTION = "cluster"  # of the file that `baton up` reads
+_REMOVE_BATCH = 500  # blocks removed per round trip, where the store has round trips
+_CONFIG_SECTION = "cluster"  # section of the settings file of `baton up`
 _DESCRIPTION = (
     "Looks into the store through which pods share KV blocks, checks it, or empties it. By default it is the store of "
     "the cluster that `baton up --detach` started."

@@ -16,7 +16,7 @@ class Command(NamedTuple):
 
     module: str  # with a function main(argv) -> exit code
     summary: str
-    extra: str = "all"  # of the distribution: what must be installed for it
+    extra: str = "all"  # extra of the distribution that the command needs
 
 
 COMMANDS = {

@@ -46,7 +46,7 @@ _EXIT_CODES = OF_TOOLS | {
 }
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>ms|s)?")
 _LEAST_REQUESTS, _MOST_REQUESTS = 500, 3000
-_STAYS = 4  # a simulation lasts so many times as long as a request
+_STAYS = 4  # length of a simulation, as a multiple of how long a request stays
 
 
 def main(argv: Sequence[str]) -> int:

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
     profile = measure_profile(
         msgspec.structs.replace(model, model=args.name or str(demo_model_path())),
-        msgspec.structs.replace(scheduler, target_itl_ms=None),  # a step takes all that it is given
+        msgspec.structs.replace(scheduler, target_itl_ms=None),  # so that a step takes what it is given
         cache,
         seconds=settings.seconds,
         say=_say,

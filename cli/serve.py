@@ -17,7 +17,7 @@ ROLES = {
     "prefill": "prefill_service.__main__",
     "decode": "decode_service.__main__",
 }
-_NEEDS = {"router": "router", "prefill": "engine", "decode": "engine"}  # extra of the distribution
+_NEEDS = {"router": "router", "prefill": "engine", "decode": "engine"}  # extra of the distribution that each role needs
 _HELP = """\
 usage: baton serve {router,prefill,decode} [options]
 

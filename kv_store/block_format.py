@@ -57,7 +57,7 @@ class BlockLayout:
     num_kv_heads: int
     block_size: int
     head_dim: int
-    num_feature_layers: int = 0  # after those of KV
+    num_feature_layers: int = 0  # layers of features, which follow the layers of KV
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -89,7 +89,7 @@ class BlockHeader(NamedTuple):
 
     dtype: str
     shape: tuple[int, int, int, int, int]
-    num_tokens: int  # valid ones, from the first slot on
+    num_tokens: int  # valid tokens, from the first slot on
     payload_bytes: int
     fingerprint: bytes
     block_hash: BlockHash  # with the KV group, see group_key

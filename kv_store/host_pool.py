@@ -26,11 +26,11 @@ class HostPool:
     def __init__(self, host_bytes: int) -> None:
         self._host_bytes = host_bytes
         self._arena: npt.NDArray[np.uint8] = np.empty((0, 0), dtype=np.uint8)  # [frames, frame_bytes]
-        self._sizes: list[int] = []  # of what is in the frames; that of one that did not fit is higher than theirs
+        self._sizes: list[int] = []  # bytes in each frame; more than a frame holds if the block did not fit
         self._lock = threading.Lock()  # guards all below
         self._free: list[int] = []
         self._found: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
-        self._readers: dict[int, int] = {}  # of frames that have any
+        self._readers: dict[int, int] = {}  # frame -> readers, for frames that are being read
         self._condemned: set[int] = set()  # discarded while being read; the last reader frees them
 
     def open(self, namespace: str, frame_bytes: int) -> None:
@@ -110,7 +110,7 @@ class HostPool:
         finally:
             with self._lock:
                 if not len(self._arena):
-                    pass  # closed meanwhile
+                    pass  # the pool was closed meanwhile
                 elif is_filled and key not in self._found:  # otherwise another writer was faster
                     self._found[key] = index
                 else:

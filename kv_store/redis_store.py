@@ -100,7 +100,7 @@ def parse_nodes(urls: str) -> list[RedisNode]:
     for index, url in enumerate(urls.split(","), 1):
         try:
             nodes.append(_node_of(urlsplit(url.strip())))
-        except ValueError:  # whose text may have the password
+        except ValueError:  # its text may contain the password
             message = f"url: number {index} is not redis://[user:password@]host[:port][/db]"
             raise ConfigError(message, param="url") from None
     if len({node.name for node in nodes}) < len(nodes):
@@ -421,7 +421,7 @@ def _unusable(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"url: cannot use Redis at {name}: {_one_line(error)}", param="url")
 
 
-_REFUSALS = ("MISCONF ", "NOREPLICAS ", "BUSY ")  # for which the client has no classes
+_REFUSALS = ("MISCONF ", "NOREPLICAS ", "BUSY ")  # prefixes of errors that the client has no classes for
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -437,7 +437,7 @@ def _is_setting_error(error: Exception) -> bool:
         return True
     if isinstance(error, redis.ResponseError):
         return not _is_refusal(error)
-    cause = error.__context__  # which the client has turned into a ConnectionError
+    cause = error.__context__  # the error that the client has turned into a ConnectionError
     return isinstance(cause, ssl.SSLError) and not isinstance(cause, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
 
 

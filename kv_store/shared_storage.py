@@ -69,7 +69,7 @@ _MEDIUM_FAILS = (  # for all files; other errors concern one file
     errno.EHOSTDOWN,
     errno.EHOSTUNREACH,
 )
-_NUM_DIRECTORIES = 256  # of each model
+_NUM_DIRECTORIES = 256  # directories that a model's blocks are spread over
 _MIN_BLOCKS_PER_PART = 64  # of the bound; with fewer, chance would make parts too uneven
 
 
@@ -106,7 +106,7 @@ class SharedStorageStore:
         self._blocks = ""  # this model's part
         self._frame_bytes = 0
         self._num_parts = 1
-        self._max_bytes = 0  # of a part, as are the next two
+        self._max_bytes = 0  # bound of one part of the directory; so are the next two
         self._look_after = 0  # bytes written between two scans
         self._keep = 0  # bytes left by an eviction
         self._writer = os.urandom(8).hex()  # makes names of temporary files unique

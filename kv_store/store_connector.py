@@ -82,7 +82,7 @@ class _Batch:
     index: int
     blocks: Sequence[_Block]
     num_ok: int = 0  # leading blocks moved
-    found: Sequence[bool] = ()  # of a lookup
+    found: Sequence[bool] = ()  # which blocks a lookup found
     error: str = ""  # why it ended before its last block
 
 
@@ -101,9 +101,9 @@ class _Job:
         self.num_taken = 0  # batches that threads have taken; guarded by the connector's lock
         self.lock = threading.Lock()
         self.num_blocks_ok = 0
-        self.found: tuple[bool, ...] = ()  # by a lookup
+        self.found: tuple[bool, ...] = ()  # which blocks a lookup found
         self.settled = False
-        self._ended: dict[int, _Batch] = {}  # those after one that has not
+        self._ended: dict[int, _Batch] = {}  # batches that have ended before an earlier one
         self._num_counted = 0  # batches in `num_blocks_ok`
 
     @property

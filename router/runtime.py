@@ -59,7 +59,7 @@ class WorkerContext:
     """Objects that a router shares with other workers of the same parent."""
 
     peers: Peers
-    usage: Usage  # of tenants' quotas
+    usage: Usage  # counts what tenants use of their quotas
     shares_ports: bool  # other processes listen on the same ones, and get the connections until this one can serve
 
 
@@ -201,7 +201,7 @@ class Router:
                 while self.service.unavailable_reason:
                     await changed.wait()
                     changed.clear()
-        changed.set()  # to be published
+        changed.set()  # wakes _publish_health
 
     async def _publish_health(self) -> None:
         """grpc.health.v1 says what /health says."""

@@ -19,7 +19,7 @@ from cli.top.table import SortedTable
 from cli.top.words import plain
 from common.errors import BatonError, UnknownRequestError
 
-_SLOW_S = 2.0  # a router that takes longer for an answer is said to
+_SLOW_S = 2.0  # the status line names a router that takes longer to answer
 _CLUSTER, _REQUESTS = "cluster", "requests"
 
 
@@ -125,7 +125,7 @@ class TopApp(App[BatonError]):
         figures = self._cluster.show_view(view)
         before, self._models = self._models, [model.name for model in view.models]
         if before != self._models:
-            self.refresh_bindings()  # whether there is a choice
+            self.refresh_bindings()  # the key for choosing a model is shown only if there are several
         self._totals.update(Text("\n".join(figures.summary)))
         self._show_status()
 

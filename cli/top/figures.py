@@ -19,7 +19,7 @@ class PodFigures(NamedTuple):
     pod: Pod
     prompt_rate: float | None
     output_rate: float | None
-    kv_rate: float | None  # bytes that came by handoff
+    kv_rate: float | None  # bytes per second that arrived by handoff
 
     @property
     def key(self) -> str:
@@ -168,7 +168,7 @@ def _pod_figures(pod: Pod, old: Load | None, passed_s: float) -> PodFigures:
         return PodFigures(pod, None, None, None)
 
     def per_second(new: int, old: int) -> float | None:
-        return (new - old) / passed_s if new >= old else None  # fewer: the pod has started again
+        return (new - old) / passed_s if new >= old else None  # a lower count means that the pod has restarted
 
     return PodFigures(
         pod,

@@ -105,7 +105,7 @@ class ClusterPane(TablePane[PodFigures]):
         super().__init__(SortedTable(POD_COLUMNS, Order(column=1, is_descending=False), id="pods"), id="cluster")
         self._changes: deque[str] = deque(maxlen=_MAX_CHANGES)
         self._last: ClusterView | None = None
-        self._has_gap = False  # answers are missing since the last one
+        self._has_gap = False  # answers were missed since the last one that was shown
 
     @staticmethod
     def model_of(row: PodFigures) -> str | None:

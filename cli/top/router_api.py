@@ -23,7 +23,7 @@ from loadgen.http_client import HttpClient, RequestFailed
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MAX_REQUESTS = 100  # of the list
+MAX_REQUESTS = 100  # most requests that the list shows
 _MAX_BODY_BYTES = 32 * 2**20
 _CLUSTER_PATH, _REQUESTS_PATH = "/v1/cluster", "/v1/requests"
 
@@ -56,11 +56,11 @@ class RouterApi:
     async def timeline(self, request: Request) -> Timeline:
         """Returns a request's timeline. Raises UnknownRequestError if the router keeps it no more, or see above."""
         path = f"{_REQUESTS_PATH}/{quote(request.id, safe='')}"
-        if request.tenant:  # another may use the same id
+        if request.tenant:  # request ids are unique within a tenant only
             path += f"?tenant={quote(request.tenant, safe='')}"
         try:
             return await self._get(path, Timeline)
-        except NotARouterError as error:  # it has answered before: it is one
+        except NotARouterError as error:  # it answers as a router: what it lacks is the timeline
             raise UnknownRequestError("The router keeps the timeline of this request no more.") from error
 
     async def _get(self, path: str, answer: type[T]) -> T:

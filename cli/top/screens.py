@@ -41,7 +41,7 @@ class TimelineScreen(Screen[None]):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
-        self.is_settled = False  # it changes no more
+        self.is_settled = False  # the request has ended, and its timeline is final
         self.status = Static(classes="status")  # of the router
         self._timeline: Timeline | None = None
         self._chart = Static(f"Request {plain(self.request.id)}\nWaiting for the router.", id="chart", markup=False)

@@ -56,7 +56,7 @@ class RedisInspector:
                 return frame
             except redis.ResponseError as error:
                 if str(error).startswith("WRONGTYPE"):
-                    return b""  # there, but no frame
+                    return b""  # the key exists, but holds no block
                 raise
 
     def remove(self, blocks: Sequence[StoredBlock]) -> int:

@@ -24,7 +24,7 @@ ADDRESS_VERSION = 3
 _DIGEST_BYTES = 16
 
 MemoryType = Literal["DRAM", "VRAM"]
-_Count = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]  # of blocks, and of bytes in each
+_Count = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]  # number of blocks, or of bytes in a block
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -83,7 +83,7 @@ class Agent:
 
     def remove_peer(self, name: str) -> None:
         """Disconnects from a peer to which no transfer is in flight."""
-        with suppress(*self._errors):  # it is gone already
+        with suppress(*self._errors):  # NIXL has dropped the peer already
             self._agent.invalidateRemoteMD(name)
 
     def prepare_blocks(self, region: Region, cut: Cut, peer: str | None = None) -> BlockList:

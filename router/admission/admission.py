@@ -13,7 +13,7 @@ from router.admission.room import Room
 from router.fairness.queue import FairQueue, Ticket
 from router.fairness.tenant import Tenant
 
-_LEAST_RETRY_S = 1.0  # where nothing is known
+_LEAST_RETRY_S = 1.0  # Retry-After while no departure has been seen
 
 
 class Outlook(NamedTuple):

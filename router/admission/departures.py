@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 _MEMORY_S = 10.0  # time of waiting after which an observation counts 1/e
-_TRUSTED = 5.0  # departures before which nothing is said
+_TRUSTED = 5.0  # departures that are needed for an estimate
 
 
 class DepartureRate:
     """Cost that leaves the queue per second. `now` is time.monotonic(), or simulated."""
 
     def __init__(self) -> None:
-        self._cost = 0.0  # that left, as the next two: old ones fade
-        self._seconds = 0.0  # in which something waited
-        self._count = 0.0  # of departures
+        self._cost = 0.0  # cost of requests that left, with old ones fading; so are the next two
+        self._seconds = 0.0  # seconds in which a request waited
+        self._count = 0.0  # number of departures
         self._at = 0.0
         self._backlogged = False
 

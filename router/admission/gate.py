@@ -50,7 +50,7 @@ class Gate:
         self._metrics = metrics
         self._pod_wait_s = pod_wait_s
         self._waiters: dict[Ticket, _Waiter] = {}
-        self._active: set[Ticket] = set()  # dispatched
+        self._active: set[Ticket] = set()  # tickets that were dispatched
         self._awake = False
         self._stranded: asyncio.TimerHandle | None = None  # runs while requests wait and no pod is ready
 
@@ -175,7 +175,7 @@ class Gate:
         if waiter is not None:
             self._admission.leave(ticket, time.monotonic())
             self._count(ticket, -ticket.num_requests)
-            self.wake()  # who was behind it may fit where it did not
+            self.wake()  # a smaller request behind it may fit
         return waiter
 
     def _count(self, ticket: Ticket, difference: int) -> None:

@@ -16,7 +16,7 @@ class Room(NamedTuple):
     """The room that the ready pods have now."""
 
     capacity: float  # requests that decode pods take in all, if they had none; 0: none can be served
-    free: float  # of these
+    free: float  # part of the capacity that is free
     takes_prompts: bool  # some pod that computes prompts has not too much to compute
 
     def fits(self, num_requests: int) -> bool:

@@ -24,7 +24,7 @@ from router.tracing.tracing import RequestTracing
 
 _AT_ONCE = 16
 _SIZE_AT_ONCE = 2**17  # tokens of prompts; to copy them into messages takes some 7 ms
-_SIZE_OF_ENTRY = 8  # as many tokens take as long as one entry of a sampling parameter
+_SIZE_OF_ENTRY = 8  # tokens that take as long as one entry of a sampling parameter
 
 
 class Batch:

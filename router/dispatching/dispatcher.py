@@ -90,7 +90,7 @@ class Dispatcher:
             seed=secrets.randbits(32),
         )
         self._remote_wait_s = 0.0
-        self._lacks_prefill = False  # when it was last looked for one
+        self._lacks_prefill = False  # whether the last plan that wanted a prefill pod found none
         self._router_id = secrets.token_hex(4)  # pods serve several routers
         self._numbers = count(1)
 

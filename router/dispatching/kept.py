@@ -43,7 +43,7 @@ class KnownChoice(NamedTuple):
     """The known part of one choice."""
 
     token_ids: array[int]
-    finish_reason: FinishReason | None  # if it has ended
+    finish_reason: FinishReason | None  # None while the stream goes on
     speculation: SpeculationCounts = NO_DRAFTS
 
 
@@ -73,7 +73,7 @@ class ResumableGeneration(Protocol):
 class Running:
     """A stream that has not ended."""
 
-    identity: bytes  # as of KeptStream
+    identity: bytes  # see KeptStream
     generations: Sequence[ResumableGeneration] = ()  # set once there are any
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -160,7 +160,7 @@ class ResumableStreams:
 
     def _keep(self, key: StreamKey, stream: KeptStream) -> None:
         if not any(choice.token_ids for choice in stream.choices):
-            return  # nothing is lost with it
+            return  # a stream without tokens is not worth keeping
         self._drop(key)
         self._kept[key] = self._clock() + self._window_s, stream
         self.num_bytes += stream.num_bytes

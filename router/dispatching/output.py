@@ -28,8 +28,8 @@ class Output:
         wants_prompt = request.sampling.prompt_logprobs is not None
         self._request = request
         self._log = TokenLog(resumption.known_token_ids if resumption is not None else ())
-        self._num_known = len(self._log)  # before it began
-        self._num_prompt_logprobs = len(request.prompt_token_ids) - 1 if wants_prompt else 0  # that must come first
+        self._num_known = len(self._log)  # tokens known before this attempt began
+        self._num_prompt_logprobs = len(request.prompt_token_ids) - 1 if wants_prompt else 0  # to come before tokens
         self.prompt_logprobs: list[common_pb2.PositionLogprobs] = []  # complete with the first output; not of token 0
         self.finish_reason: FinishReason | None = resumption.finish_reason if resumption is not None else None
         self.held_end: FinishReason | None = None  # it ended on its pods, and these have not come yet

@@ -78,7 +78,7 @@ class TextGeneration:
         if piece.is_stopped:  # pods have no more to do
             self.generation.finish(FinishReason.STOP)
             delta = delta._replace(finish_reason=FinishReason.STOP)
-        if delta.finish_reason is FinishReason.COMPLETE:  # of a grammar
+        if delta.finish_reason is FinishReason.COMPLETE:  # the grammar allows no further token
             return _cut(delta._replace(finish_reason=FinishReason.STOP), piece, num_replayed)
         text_delta = _cut(delta, piece, num_replayed)
         if delta.finish_reason is not FinishReason.STOP:

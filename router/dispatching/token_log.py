@@ -40,7 +40,7 @@ class TokenLog:
     def accept(self, start: int, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]) -> str:
         """Add tokens from output index `start` on; those known already are compared. Returns what is wrong with them,
         in which case nothing was added, or ""."""
-        num_known = len(self.token_ids) - start  # of them
+        num_known = len(self.token_ids) - start  # how many of these tokens are known already
         if num_known < 0:
             return f"it skipped from index {len(self.token_ids)} to {start}"
         if num_known:

@@ -9,7 +9,7 @@ from common.pb import common_pb2, pods_pb2
 from common.types import SamplingParams
 
 _LONGEST_S = 24 * 3600.0
-_MAX_LOGPROB = 1e-3  # of rounding
+_MAX_LOGPROB = 1e-3  # log probabilities above 0 that rounding explains
 _MAX_DRAFTS = 16  # of a request in a step, each of which gives at least one token
 _ENDS = (
     common_pb2.FINISH_REASON_UNSPECIFIED,

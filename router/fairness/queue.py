@@ -42,7 +42,7 @@ class _Flow:
         self.weight = 1.0
         self.start = 0.0  # tag of the first ticket
         self.finish = 0.0  # tag of the last one served
-        self.is_listed = False  # in its class's heap
+        self.is_listed = False  # whether the heap of its class contains it
 
 
 class _PriorityClass:

@@ -42,7 +42,7 @@ class FairThreads:
 
         try:
             future = self._threads.submit(work)
-        except RuntimeError:  # closed
+        except RuntimeError:  # the executor was closed
             self._release()
             raise
         future.add_done_callback(release)  # of the thread, which goes on if the caller is cancelled
@@ -57,7 +57,7 @@ class FairThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had come
+            if not turn.cancelled():  # its turn had come
                 self._release()
             elif self._turns.pop(ticket, None) is not None:
                 self._queue.remove(ticket)

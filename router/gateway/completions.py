@@ -130,7 +130,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
 
     async def _serve(self, parsed: CompletionBody | ChatBody, exchange: Exchange, arrived_at: float) -> None:
         work = self._generate(parsed, exchange, arrived_at)
-        del parsed  # as in JsonEndpoint
+        del parsed  # so that the body is freed before the answer, as in JsonEndpoint
         with self._api.names.in_errors():
             await work
 

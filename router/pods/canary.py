@@ -24,7 +24,7 @@ from router.pods.session import DecodeSession
 
 CANARY_PREFIX = "canary-"
 _SALT = "baton-canary"
-_PAUSE_S = 1.0  # between two of them, whatever they came to
+_PAUSE_S = 1.0  # seconds between two canaries, whatever their outcome
 
 _router_id = secrets.token_hex(4)  # pods serve several routers
 _numbers = count(1)

@@ -103,7 +103,7 @@ class PodHealth:
         self._suspicion.used_by(cause)
         if error is None:
             self.worked()
-            if not self.is_ejected:  # late answers prove nothing
+            if not self.is_ejected:  # answers that come after the ejection prove nothing
                 self._suspicion.clear()
         elif error.code in _FAULTS and not self._was_just_slow(error, since):
             self._fail(f"{reason}: {error.message}", reason, cause, 1)

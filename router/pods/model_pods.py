@@ -54,7 +54,7 @@ class ModelPods:
         self.index = index
         self.by_address = by_address
         self.facts: ModelFacts | None = None  # None until a decode pod has connected
-        self.prefill_table = PodTable()  # of the ready ones
+        self.prefill_table = PodTable()  # ready prefill pods
         self.decode_table = PodTable()
         self.prefill_pods: list[Pod] = []
         self.decode_pods: list[Pod] = []

@@ -100,8 +100,8 @@ class Pod:
         self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives
         self.info: pods_pb2.PodInfo | None = None  # None while not connected
         self.pod_id: str | None = None  # of the last pod that was connected at this address
-        self.session: DecodeSession | None = None  # of a connected decode pod
-        self.fits: bool | None = None  # into the cluster; None: it cannot be said yet. Set by the Cluster
+        self.session: DecodeSession | None = None  # None unless this is a connected decode pod
+        self.fits: bool | None = None  # whether it fits the cluster; None: not known yet. Set by the Cluster
         self.refusal = ""  # why it does not fit
         self.health = PodHealth(health, self)
         self.canaries = CanaryLoop(self, self.health, lambda outcome: owner.note_canary(self, outcome))
@@ -116,7 +116,7 @@ class Pod:
         self._control_stub: pods_pb2_grpc.PodAsyncStub | None = None
         self._index = index
         self.known_engines = [self._new_engine(0)]  # all that it has had over its connections
-        self._invalid_incarnation: int | None = None  # its incarnation
+        self._invalid_incarnation: int | None = None  # the incarnation that has sent something invalid
         self._incarnation: int | None = None  # the last one that was connected
 
     @property
@@ -153,7 +153,7 @@ class Pod:
             return PodState.NOT_SERVING
         if any(
             stats.draining for stats in by_engine if stats is not None
-        ):  # which it says of its health, too, as not serving
+        ):  # a draining pod's health says NOT_SERVING as well
             return PodState.DRAINING
         if not self._serving:
             return PodState.NOT_SERVING
@@ -238,7 +238,7 @@ class Pod:
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            raise UnavailableError("the connection was closed") from None  # under the call, by `watch`
+            raise UnavailableError("the connection was closed") from None  # `watch` has closed it while the call ran
 
     def reject(self, violation: str) -> None:
         """It reported something invalid: it is refused as long as this incarnation lives, whatever else happens."""
@@ -275,7 +275,7 @@ class Pod:
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            raise UnavailableError("the connection was closed") from None  # under the call, by `watch`
+            raise UnavailableError("the connection was closed") from None  # `watch` has closed it while the call ran
 
     # --- health ---
 
@@ -327,7 +327,7 @@ class Pod:
         error = None
         if delta.HasField("error"):
             error = error_from_pb(delta.error)
-            if error.param == KV_FAILURE_PARAM:  # of the handoff
+            if error.param == KV_FAILURE_PARAM:  # the handoff failed, not this pod
                 return
         elif delta.finish_reason == common_pb2.FINISH_REASON_ABORT:  # not by us: then there would be no sink
             error = UnavailableError("it ended the request")
@@ -342,7 +342,8 @@ class Pod:
         self.health.note_invalid(error.message, cause)
 
     def _note_outcome(self, error: BatonError | None, reason: Reason, cause: Cause, since: float | None = None) -> None:
-        if not any(engine.stats is not None and engine.stats.draining for engine in self.engines):  # else it may refuse
+        is_draining = any(engine.stats is not None and engine.stats.draining for engine in self.engines)
+        if not is_draining:  # a draining pod may refuse requests
             self.health.note_outcome(error, reason, cause, since=since)
 
     # --- the connection ---

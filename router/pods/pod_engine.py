@@ -11,7 +11,7 @@ from common.pb import pods_pb2
 from router.placing.index import PrefixIndex
 from router.pods.load import PodLoad
 
-MAX_ENGINES = 64  # of a pod
+MAX_ENGINES = 64  # most engines of one pod
 _NO_SUMS = frozenset({"last_step_s", "last_step_tokens", "draining", "kv_events", "data_parallel_rank"})
 
 

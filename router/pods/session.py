@@ -100,7 +100,7 @@ class DecodeSession:
         if self._sinks.pop(request_id, None) is None:
             return
         unsent = self._commands.pop(request_id, [])
-        if not (unsent and unsent[0].HasField("submit")):  # the pod knows it
+        if not (unsent and unsent[0].HasField("submit")):  # the pod has got the submit already
             self._send(request_id, pods_pb2.DecodeCommand(abort=pods_pb2.AbortCommand(request_id=request_id)))
 
     def prefill_failed(self, request_id: str, epoch: int, code: ErrorCode) -> None:

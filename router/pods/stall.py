@@ -16,7 +16,7 @@ from common.errors import UnavailableError
 from router.pods.health import PodHealth
 
 _NUM_STEPS = 5.0  # longest steps without a report
-_RECHECK_S = 1.0  # of a stalled pod that must not be ejected
+_RECHECK_S = 1.0  # seconds until a stalled pod that must not be ejected is judged again
 
 
 class Engine(Protocol):

@@ -29,7 +29,7 @@ _OF_BODY = (*_FINAL, START, CHANNEL)  # one of these ends a message
 _ENDS = re.compile("|".join(map(re.escape, _OF_BODY)))
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_BETWEEN = "\n\n"  # messages of one kind
+_BETWEEN = "\n\n"  # joins messages of one kind
 
 
 class _Kind(enum.Enum):
@@ -103,7 +103,7 @@ class HarmonySplitter:
             self._held = text
             return ""
         if found < 0 or not may_be or any(end in header for end in _FINAL):
-            num_plain = len(text) - len(start) + 1  # not the marker again
+            num_plain = len(text) - len(start) + 1  # characters that cannot be the beginning of another marker
             self._open(_Kind.TEXT, "", splits)
             self._give(text[:num_plain], splits)
             return text[num_plain:]

@@ -241,7 +241,7 @@ class ReplyParser:
             parts += self._parse_splits(self._splitter.finish())
         if self._tools is not None:
             rest = self._tools.finish()
-            if self._options.must_call and reason is not FinishReason.STOP:  # it is a call that was cut off
+            if self._options.must_call and reason is not FinishReason.STOP:  # the answer was cut off within a call
                 rest = [part for part in rest if not isinstance(part, str)]
             parts += self._named(rest)
         return parts + _text_of(self._text.finish())

@@ -35,7 +35,7 @@ class RunningIds:
     that they make, so several requests may name the same id at once."""
 
     def __init__(self) -> None:
-        self._running: set[tuple[str, str]] = set()  # a tenant's name and an id
+        self._running: set[tuple[str, str]] = set()  # (tenant's name, request id)
 
     @contextmanager
     def distinct(self, tenant: Tenant, named: str) -> Iterator[str]:

@@ -90,7 +90,7 @@ class SpeculationCounts(NamedTuple):
     """Tokens of an answer that pods guessed and then computed; see docs/speculation.md."""
 
     num_verified: int = 0
-    num_accepted: int = 0  # of these, those that were right
+    num_accepted: int = 0  # verified drafts that were right
 
     def plus(self, num_verified: int, num_accepted: int) -> SpeculationCounts:
         """Returns the counts with further ones."""
@@ -112,9 +112,9 @@ class Resumption:
     num_delivered: int  # leading output tokens that the client has; their text is not sent again
     checksum: int  # CRC-32 of these tokens, as array("I") holds them
     known_token_ids: Sequence[int] = ()  # leading output tokens that need not be computed again
-    finish_reason: FinishReason | None = None  # if these are all
+    finish_reason: FinishReason | None = None  # set if these tokens are all
     ended: bool = False  # the client has all of it
-    speculation: SpeculationCounts = NO_DRAFTS  # so far
+    speculation: SpeculationCounts = NO_DRAFTS  # drafts verified so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class GenerationRequest:
     """One generation, valid and ready to be dispatched."""
 
     request_id: str  # as the client knows it
-    model_id: int  # of the ServedModel
+    model_id: int  # see ServedModel
     prompt_token_ids: list[int]
     block_hashes: bytes  # 16 bytes per full block of the prompt, in order
     sampling: SamplingParams

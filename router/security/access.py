@@ -32,7 +32,7 @@ class AccessControl:
         self._clock = clock
         self._keys = keys
         self._accounts: dict[str, Account] = {}  # by tenant name
-        self._operators: frozenset[str] = frozenset()  # their names
+        self._operators: frozenset[str] = frozenset()  # names of operators' tenants
         self._open_account = Account("", Quota(), metrics, LocalUsage(), clock)
         if keys is not None:
             self.set_keys(keys)

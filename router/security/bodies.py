@@ -50,7 +50,7 @@ class BodyPace:
         self._min_rate = min_rate
         self._grace_s = grace_s
         self._due = now + timeout_s
-        self._is_last = False  # the window ends with the time
+        self._is_last = False  # the window's end is the body's deadline
         self._least = 0.0  # bytes that must have come by its end
 
     def begin_window(self, num_bytes: int, now: float) -> float:

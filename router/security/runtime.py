@@ -68,7 +68,7 @@ class Security:
 
     def _reload_keys(self) -> None:
         keys = load_keys(self._config.api_keys_file, os.environ)
-        assert keys is not None  # there is a file
+        assert keys is not None  # it is None only without a file of keys
         self.access.set_keys(keys)
 
     def _reload_certificate(self) -> None:

@@ -34,7 +34,7 @@ _REGION_BYTES = _CELL_BYTES + _MAX_ROWS * _ROW_BYTES
 class Share(NamedTuple):
     """One worker's count of a tenant's use."""
 
-    running: Cells  # one
+    running: Cells  # a single cell
     requests: Cells
     tokens: Cells
 

@@ -18,9 +18,9 @@ from router.timelines.timeline import Timeline
 from router.wire.answer_struct import AnswerStruct
 
 _RECENT_S = 10.0
-_MAX_PAIRS = 64  # of pods between which KV goes; those with most handoffs
+_MAX_PAIRS = 64  # pairs of pods that are listed, those with most handoffs
 _MAX_WORD_CHARS = 64  # of what a pod says of itself
-_MAX_RANKS = 64  # of a pod
+_MAX_RANKS = 64  # ranks of a pod that are listed
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 

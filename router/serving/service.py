@@ -40,7 +40,7 @@ from router.tracing.tracing import RequestTracing
 logger = logging.getLogger(__name__)
 
 _SHUTTING_DOWN = "the router is shutting down"
-_MAX_OTHER_VALUES = 4096  # of a body beside its prompt
+_MAX_OTHER_VALUES = 4096  # JSON values that a body may have beside its prompt
 _REMOVAL_MARGIN_S = 30.0  # beyond the deadline of the last request
 
 
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     """Generations that were dispatched."""
 
     generations: list[TextGeneration]
-    queued_s: float  # for which they waited before
+    queued_s: float  # seconds in the queue
 
 
 class InferenceService:
@@ -72,9 +72,9 @@ class InferenceService:
         self.metrics = metrics
         self.administration = Administration(cluster)
         self.models: list[ServedModel] = []
-        self._models: dict[str, ServedModel] = {}  # by all their names
-        self._models_by_id: dict[int, ServedModel] = {}  # those included that were removed and may have requests
-        self._removals: dict[int, asyncio.TimerHandle] = {}  # of the latter
+        self._models: dict[str, ServedModel] = {}  # by name, aliases included
+        self._models_by_id: dict[int, ServedModel] = {}  # includes removed models that may still have requests
+        self._removals: dict[int, asyncio.TimerHandle] = {}  # timers after which removed models are forgotten
         self._model_ids = itertools.count()
         for source, pods in zip(models, cluster.models, strict=True):
             self._serve(source, pods)
@@ -87,10 +87,10 @@ class InferenceService:
         )
         self.timelines = TimelineBook(config.max_timelines)
         self.tracing = RequestTracing(config.tracing, f"{socket.gethostname()}:{os.getpid()}", metrics.trace_spans)
-        self._running: dict[_RunningId, Generation] = {}  # those that wait included
+        self._running: dict[_RunningId, Generation] = {}  # includes generations that wait for their turn
         self._leaving = DrainWatch(cluster, config.survival.migrate_on_drain_s, self._running.values())
         cluster.on_change(self._leaving.look)
-        self._batches: dict[_RunningId, Batch] = {}  # that they are of
+        self._batches: dict[_RunningId, Batch] = {}  # batch of each running generation
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -204,7 +204,7 @@ class InferenceService:
         batch = Batch(generations, ticket, self.metrics, self.timelines, self.tracing)
         with batch, self._registered(batch):
             if plan is not None and len(generations) == 1 and model.gate.passes(ticket):
-                generations[0].plan = plan  # it is dispatched before anything changes
+                generations[0].plan = plan  # still valid: it is dispatched before any load changes
             async with model.gate.admitted(ticket, outlook, lambda: _dispatch(batch, model)) as waited_s:
                 while not batch.is_dispatched:
                     await others_turn(ticket.tenant)
@@ -219,7 +219,7 @@ class InferenceService:
         except BatonError as error:
             self.count_error(error)
             raise
-        except Exception:  # told as an internal error, and logged, by the front
+        except Exception:  # the front logs it and answers with an internal error
             self.metrics.errors.labels(ErrorCode.INTERNAL.label).inc()
             raise
 
@@ -235,7 +235,7 @@ class InferenceService:
             generations: Sequence[Generation] = [self._running[tenant.name, request_id]]
         else:
             batch = self._batches.get((tenant.name, choice_id(request_id, 0)))
-            if batch is None or len(batch.generations) == 1:  # a request of its own
+            if batch is None or len(batch.generations) == 1:  # that id is another request's, which has one choice
                 return False
             generations = batch.generations
         for generation in generations:

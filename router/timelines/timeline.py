@@ -99,7 +99,7 @@ class Attempt:
         self.reason = reason
         self.route_s = route_s
         self.sent_at = now
-        self.prefilled_at = 0.0  # 0: it was not, as below
+        self.prefilled_at = 0.0  # 0: not prefilled; likewise for the times below
         self.prefill_timing = (0.0, 0.0)  # seconds in the queue, and of computing
         self.decode_at = 0.0  # the decode pod's first tokens came
         self.second_at = 0.0  # a token came that the decode pod computed after a handoff
@@ -203,14 +203,14 @@ class Timeline:
         self.num_output_tokens = 0  # of this generation
         self.speculation = NO_DRAFTS  # of this generation
         self.arrived_at = request.arrived_at
-        self.started_at = time.time() - (now - request.arrived_at)  # for people
+        self.started_at = time.time() - (now - request.arrived_at)  # wall clock, for people
         self.finish_reason = ""  # empty: it runs, or has failed
         self.error = ""  # label of its code
         self.events: list[Event] = []
         self.longest_gap: Gap | None = None
         self._tokenized = (request.tokenize_at or now, request.tokenize_s)
         self._asked_at = now
-        self._dispatched_at = 0.0  # 0: it was not, as below
+        self._dispatched_at = 0.0  # 0: not dispatched; likewise for the times below
         self._first_token_at = 0.0
         self._last_token_at = 0.0
         self._ended_at = 0.0

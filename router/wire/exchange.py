@@ -33,7 +33,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 TIMING_HEADER = "server-timing"
 TENANT = "baton.tenant"  # key of a scope under which the guard puts whose request it is
-RELEASE_BODY = "baton.release_body"  # and the connection, what is to be called when the body is needed no longer
+RELEASE_BODY = "baton.release_body"  # key of a scope under which the connection puts a callable that releases the body
 
 
 class Exchange:
@@ -45,7 +45,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._streaming = False
-        self._added: list[tuple[bytes, bytes]] = []  # headers of a success
+        self._added: list[tuple[bytes, bytes]] = []  # headers that a successful response gets
         self._late: list[tuple[bytes, Callable[[], str]]] = []
         self._dialect = dialect_of(scope.get("path", ""))
         self.error_events = self._dialect.error_events  # what ends a stream with an error

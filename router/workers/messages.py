@@ -12,8 +12,8 @@ OTHERS = "others"
 TAKE_OVER = "take_over"
 ALIVE = "alive"
 
-ASK_TIMEOUT_S = 2.0  # of the parent, for a worker
-TAKE_OVER_TIMEOUT_S = 5.0  # the same where a stream must end first
+ASK_TIMEOUT_S = 2.0  # for which the parent waits for a worker
+TAKE_OVER_TIMEOUT_S = 5.0  # the same for an answer that waits for a stream to end
 
 EXIT_ORPHANED = 71  # the parent is gone
 

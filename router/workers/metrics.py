@@ -55,8 +55,8 @@ class Exposition:
     """Metrics of workers, each known by a number that no other has, its successor included."""
 
     def __init__(self) -> None:
-        self._last: dict[int, list[Family]] = {}  # of workers that run
-        self._retired: list[Family] = []  # sums of those that died
+        self._last: dict[int, list[Family]] = {}  # last metrics of each running worker
+        self._retired: list[Family] = []  # sums over workers that have ended
 
     def update(self, worker: int, families: list[Family]) -> None:
         """Replaces what the worker said before."""

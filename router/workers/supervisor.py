@@ -80,9 +80,9 @@ class Supervisor:
         self._usage_descriptor = SharedUsage.create(config.workers)
         self._usage = SharedUsage(self._usage_descriptor, config.workers, own=0)
         self._pids: set[int] = set()  # of all processes that have not ended
-        self._serving: dict[int, _Running] = {}  # by serial numbers, which successors do not share
+        self._serving: dict[int, _Running] = {}  # by serial number; a successor of a worker has another one
         self._num_serials = 0
-        self._have_served: set[int] = set()  # numbers of workers
+        self._have_served: set[int] = set()  # numbers of the workers that have served at least once
         self._stopping = asyncio.Event()
         self._exposition = Exposition()
         self._registry = CollectorRegistry()
@@ -165,7 +165,7 @@ class Supervisor:
             pass_fds=(worker_end.fileno(), self._usage_descriptor, log_descriptor_in_use()),
         )
         self._pids.add(process.pid)
-        if self._stopping.is_set():  # asked while it was being started
+        if self._stopping.is_set():  # a stop was requested while the process was being started
             _send_signal(process.pid, signal.SIGTERM)
         return process
 

@@ -25,8 +25,8 @@ class Answer:
         self.finish_label: str | None = None
         self.stop_reason: str | int | None = None  # see TextDelta
         self.token_ids = EncodedList()
-        self.log_probability = 0.0  # of its tokens together, if pods report theirs
-        self.prompt_fields: dict[str, Any] = {}  # what is said of its prompt
+        self.log_probability = 0.0  # sum over its tokens, if pods report them
+        self.prompt_fields: dict[str, Any] = {}  # fields of the answer that describe the prompt
 
 
 class AnswerFormat(ABC):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-_MARK = b"\0"  # no byte of JSON
+_MARK = b"\0"  # a byte that JSON never contains
 _PART_BYTES = 2**18
 
 

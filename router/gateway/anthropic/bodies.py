@@ -30,11 +30,11 @@ class Block(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
     thinking: str | None = None
-    id: Name | None = None  # of a call
+    id: Name | None = None  # id of a tool call
     name: Name | None = None
     input: Raw = field(default_factory=Raw)
     tool_use_id: Name | None = None
-    content: str | list[Block] | None = None  # of a call's result
+    content: str | list[Block] | None = None  # content of a tool call's result
 
 
 class Turn(msgspec.Struct, kw_only=True):

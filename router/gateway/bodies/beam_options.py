@@ -31,7 +31,7 @@ NOT_WITH_BEAMS = (
     "structured_outputs",
     "tools",
 )
-_NO_BOUND = -1  # thinking_token_budget
+_NO_BOUND = -1  # value of thinking_token_budget that sets no bound
 _LENGTH_PENALTIES = Range(-10, 10)
 
 

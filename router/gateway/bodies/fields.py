@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from common.errors import InvalidRequestError
 
-_MAX_IDLE_BYTES = 64  # of a value that asks for nothing
+_MAX_IDLE_BYTES = 64  # longest value that may ask for nothing, such as null or []
 
 
 class Ignored(NamedTuple):
@@ -31,7 +31,7 @@ class Refused(NamedTuple):
 
     name: str
     why: str
-    idle: tuple[object, ...] = ()  # beside null
+    idle: tuple[object, ...] = ()  # values that ask for nothing, beside null
 
 
 _USE_STRUCTURED = "constrain answers with structured_outputs"
@@ -172,7 +172,8 @@ class RefusedFields:
 
     def __init__(self, rows: tuple[Refused, ...]) -> None:
         self._rows = rows
-        self._values = operator.attrgetter(*(row.name for row in rows))  # of all at once: they are many, and absent
+        # One getter for all fields: there are many, and nearly all are absent.
+        self._values = operator.attrgetter(*(row.name for row in rows))
 
     def check(self, body: msgspec.Struct) -> None:
         """Raises InvalidRequestError for a field that asks for what Baton does not do."""

@@ -43,13 +43,13 @@ _TOOL_MODES = {
     inference_pb2.TOOL_MODE_NONE: "none",
     inference_pb2.TOOL_MODE_REQUIRED: "required",
 }
-_UNWEIGHTED = 1.0  # length_penalty
+_UNWEIGHTED = 1.0  # length_penalty that weights nothing
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
     inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
     inference_pb2.EARLY_STOPPING_ALWAYS: True,
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
-_HOW_IT_TRAVELS = ("request_id", "resumable", "last_event_id")  # no part of what is asked for
+_HOW_IT_TRAVELS = ("request_id", "resumable", "last_event_id")  # fields that do not change what is asked for
 
 
 def draft_of(message: inference_pb2.GenerateRequest, terms: Terms, request_id: str = "") -> Draft:
@@ -59,7 +59,7 @@ def draft_of(message: inference_pb2.GenerateRequest, terms: Terms, request_id: s
     check_length(options.stop, MAX_STOPS, "stop")
     for field in _COLLECTIONS:
         check_num_entries(field, getattr(options, field.name), field.name)
-    given = parameters_from_pb(options)  # zeros that were set included
+    given = parameters_from_pb(options)  # includes zeros that the client has set
     stops = tuple(given.pop("stop", ()))
     prompt, param = _prompt(message)
     names = {}

@@ -70,7 +70,7 @@ class _Job:
 
     request_id: str
     generations: list[TextGeneration]
-    parsers: list[ReplyParser | None]  # as of _Prepared
+    parsers: list[ReplyParser | None]  # see _Prepared
     event_ids: Stream | None
 
     @property

@@ -33,7 +33,7 @@ class ChoicesFormat(AnswerFormat):
     _before_text: bytes  # of a choice's field that holds the text
     _after_text: bytes
     _logprob_fields: tuple[str, ...]  # lists, with a value for each token
-    _no_logprobs: Mapping[str, None] = MappingProxyType({})  # beside them
+    _no_logprobs: Mapping[str, None] = MappingProxyType({})  # those of a choice without log probabilities
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

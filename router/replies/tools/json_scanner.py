@@ -9,21 +9,21 @@ from router.replies.markers import SPACES
 
 MAX_DEPTH = 64
 _MAX_SCALAR_CHARS = 400
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # in a text
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # characters of a string that need no attention
 _IN_SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 _HEX = "0123456789abcdefABCDEF"
 
 
 class _Expects(enum.Enum):
-    OBJECT = enum.auto()  # the whole
+    OBJECT = enum.auto()  # the whole document, which is an object
     VALUE = enum.auto()
     FIRST_VALUE = enum.auto()  # or the end of the array
     KEY = enum.auto()
     FIRST_KEY = enum.auto()  # or the end of the object
     COLON = enum.auto()
     COMMA = enum.auto()  # or the end of the array or object
-    TEXT = enum.auto()  # the rest of it
+    TEXT = enum.auto()  # the rest of a string
     ESCAPE = enum.auto()
     HEX = enum.auto()
     SCALAR = enum.auto()
@@ -113,7 +113,7 @@ class JsonScanner:
             case ((_Expects.VALUE | _Expects.FIRST_VALUE), _) if _IN_SCALAR.fullmatch(character):
                 self._scalar = ""
                 self._expects = _Expects.SCALAR
-                return False  # it is read there
+                return False  # the next state reads the character
             case _Expects.COLON, ":":
                 return self._next(_Expects.VALUE)
             case _Expects.COMMA, ",":
