@@ -29,7 +29,7 @@ from kv_store.base import Buffer
 
 _T = TypeVar("_T")
 
-_CHECKS = 4  # of what moves, in the time that a server may be silent
+_CHECKS = 4  # checks for progress in the time that a server may be silent
 _ALIVE_ELSEWHERE = 10  # times as long one connection may be silent while its server is heard on others
 
 Command = tuple[bytes | memoryview, ...]
@@ -142,7 +142,7 @@ class FrameReader:
     """Reads replies that are strings straight into buffers, where hiredis would copy them twice."""
 
     _LOOK_AHEAD = 32  # bytes read to find the length; what they have of a frame is copied
-    _MAX_LINE = 1 << 12  # bytes of an error
+    _MAX_LINE = 1 << 12  # most bytes of an error line
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -163,7 +163,7 @@ class FrameReader:
         left_out = size - len(fitting)
         while left_out:
             left_out -= self._take_into(memoryview(bytearray(min(left_out, 1 << 16))))
-        self._take_into(memoryview(bytearray(2)))  # the end of the line
+        self._take_into(memoryview(bytearray(2)))  # the line break after the frame
         return size
 
     def _take_line(self) -> bytes:

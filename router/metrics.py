@@ -295,7 +295,7 @@ class RouterMetrics(MetricTable):
         self.pods = PodHealthMetrics(registry)
         self.discovery = DiscoveryMetrics(registry)
         self.security = SecurityMetrics(registry)
-        self.recompute_reasons = BoundedLabels()  # as pods give them
+        self.recompute_reasons = BoundedLabels()  # reasons as pods report them
 
     def forget_model(self, model_name: str) -> None:
         """Removes the series of a model that is gone."""

@@ -196,9 +196,9 @@ class _Posted:
     """A write in flight."""
 
     job: Job
-    transfers: list[NixlTransfer]  # that have not ended, one for each part
+    transfers: list[NixlTransfer]  # transfers that have not ended, one for each part
     digests: Future[tuple[bytes, ...]]
-    error: StoreError | None = None  # of the first that failed
+    error: StoreError | None = None  # error of the first part that failed
 
 
 class _Sending:

@@ -16,11 +16,11 @@ class Cut(NamedTuple):
     """The places of a part in each block of a region: a run of the block's runs, all of which are `stride_bytes` apart,
     also from one block to the next."""
 
-    first_byte: int  # of the block's first run
+    first_byte: int  # offset of the block's first run
     run_bytes: int
     stride_bytes: int
     runs_per_block: int
-    first_run: int  # of the part
+    first_run: int  # index of the part's first run
     num_runs: int
 
 

@@ -19,7 +19,7 @@ class Job:
         self._fences = fences
         self.is_settled = False
         self.is_unwanted = False  # cancelled, while the transport still has it
-        self.is_with_transport = False  # which alone may settle it
+        self.is_with_transport = False  # while True, only the transport's thread may settle it
 
     @property
     def is_overdue(self) -> bool:

@@ -59,7 +59,7 @@ class Version(AnswerStruct):
     """Answer of GET /version."""
 
     version: str
-    grpc_port: int  # of the same host
+    grpc_port: int  # gRPC port on the same host
 
 
 class Status:

@@ -14,7 +14,7 @@ class Estimates:
     """Moving figures; before anything is known, guesses."""
 
     def __init__(self) -> None:
-        self.output_tokens = _FIRST_OUTPUT_TOKENS  # of an answer
+        self.output_tokens = _FIRST_OUTPUT_TOKENS  # mean number of tokens in an answer
         self._num_answers = 0
         # From the end of a prefill until decode can go on. The guess: 2 ms, and 128 KiB per token at 6 GB/s.
         self._handoffs = StepTimes(_LARGE_HANDOFF, Line(2e-3, 2e-5, 0.0))

@@ -32,7 +32,7 @@ from common.types import HASH_BYTES
 
 _SWEPT_PER_EVENT = 2_000  # holdings of forgotten pods given back per event: about a millisecond
 _EXPECTED_PER_EXPIRY = 256  # new expectations until all are looked through for those that are over
-_MAX_EXPECTATIONS = 16_384  # more are not counted
+_MAX_EXPECTATIONS = 16_384  # most expectations that are kept
 
 
 class InvalidEventError(BatonError):
@@ -42,7 +42,7 @@ class InvalidEventError(BatonError):
 class IndexSize(NamedTuple):
     """The size of an index."""
 
-    num_blocks: int  # distinct ones
+    num_blocks: int  # distinct block hashes
     num_holdings: int  # (block, pod) pairs
     num_unindexed: int  # pairs that pods reported and that did not fit
     num_expectations: int
@@ -63,7 +63,7 @@ class _Holder:
     def __init__(self, slot: int, capacity: int) -> None:
         self.bit = 1 << slot
         self.capacity = capacity
-        self.sequence: int | None = None  # of the last event; None: a snapshot is needed
+        self.sequence: int | None = None  # sequence number of the last event; None: a snapshot is needed
         self.held: set[bytes] = set()
         self.num_unindexed = 0
 
@@ -94,15 +94,15 @@ class PrefixIndex:
         self._max_holdings = max_holdings
         self._masks: dict[bytes, int] = {}  # block hash -> bits of the pods that hold it
         self._alive = 0  # bits of the pods that count
-        self._holders: dict[int, _Holder] = {}  # by slot
-        self._num_slots = 0  # ever used
+        self._holders: dict[int, _Holder] = {}  # holder of each slot
+        self._num_slots = 0  # slots ever used
         self._free_slots: list[int] = []
-        self._dying: deque[tuple[int, _Holder]] = deque()  # forgotten, not swept yet
+        self._dying: deque[tuple[int, _Holder]] = deque()  # holders of pods that are forgotten, until they are swept
         self._num_holdings = 0
         # By how many blocks the pod held anyway, then by the first block that it did not: other prompts need no look.
         self._expected: dict[int, dict[bytes, list[Expectation]]] = {}
         self._num_expected = 0
-        self._num_new = 0  # since they were last looked through
+        self._num_new = 0  # expectations that are new since the last look for expired ones
         self.num_gaps = 0  # events that were refused since others were missing before them
 
     @property

@@ -82,7 +82,7 @@ class ReadSlots:
             if turn.cancelled():
                 self._forget(client, turn)
             else:
-                self._give_back(client)  # it came as the call ended
+                self._give_back(client)  # the slot was granted in the moment in which the call ended
             raise
 
     def _pass_on(self) -> None:
@@ -91,7 +91,7 @@ class ReadSlots:
             if self._num_free and self._num_held[client] < self._max_client:
                 turn = next((each for each in turns if not each.done()), None)
                 if turn is None:
-                    continue  # their calls end in this moment
+                    continue  # all calls that this client waits for are ending
                 self._take(client)
                 self._waiting.move_to_end(client)
                 self._forget(client, turn)

@@ -77,12 +77,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = False  # a request has begun and its head has not ended
         self._in_body = False  # a head has ended and its body has not
         self._num_head_bytes = 0  # in reads that were all head
-        self._num_body_bytes = 0  # of this request, without framing
-        self._num_held_bytes = 0  # of them, those that are counted in `bodies`
+        self._num_body_bytes = 0  # body bytes of this request, without framing
+        self._num_held_bytes = 0  # body bytes that are counted in `bodies`
         self._num_framing_bytes = 0  # beyond what the body allows for
         self._num_trailer_bytes = 0
-        self._pace: BodyPace | None = None  # of a body that a read has left unfinished
-        self._client = ""  # to whom its bytes are charged
+        self._pace: BodyPace | None = None  # pace of a body that is not complete
+        self._client = ""  # client that the body's bytes are charged to
         self._drops_input = False
         self._is_refused = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -163,7 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
         """First byte of a request."""
         if self._is_answering:
             raise _StopParsing
-        if self.cycle is not None:  # else its time runs from the connection on
+        if self.cycle is not None:  # the first request's time runs from the connection on
             self._stop_waiting()
         super().on_message_begin()
         self._begins = self._in_head = True
@@ -194,7 +194,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.expect_100_continue = False
         self._stop_waiting()
         super().on_headers_complete()
-        if self.scope["method"] != "HEAD":  # whose responses have no body
+        if self.scope["method"] != "HEAD":  # responses to HEAD have no body
             transport = _Unchunked(self.cycle, self.transport) if is_old else self.transport
             self.cycle.transport = _HeadHolder(self.cycle, transport)  # type: ignore[assignment]  # all it needs
         self.scope[RELEASE_BODY] = self._release_body  # type: ignore[literal-required]  # a key of ours
@@ -324,7 +324,7 @@ class BoundedConnection(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False
             cycle.message_event.set()
-            if cycle.response_started:  # it cannot be taken back
+            if cycle.response_started:  # a response that has begun cannot become an error
                 self._close()
                 return
         self.transport.write(_response(status, error))

@@ -36,7 +36,7 @@ class _Seen(NamedTuple):
     """The requests that the client of a request may see."""
 
     is_operator: bool
-    tenant_name: str | None  # whose requests; None: everyone's
+    tenant_name: str | None  # tenant whose requests are listed; None: all tenants
 
 
 class TimelineEndpoints:

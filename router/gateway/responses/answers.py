@@ -64,7 +64,7 @@ class ResponsesFormat(TypedEventsFormat):
         super().__init__(*args, **options)
         self._sequence = itertools.count()
         self._done: list[dict[str, Any]] = []  # items of the stream that are complete
-        self._text: list[str] = []  # of the item that is being streamed
+        self._text: list[str] = []  # text of the item that is being streamed
         self._finish_label: str | None = None
 
     def whole(self, answers: Sequence[Answer], echoes: Sequence[str], usage: dict[str, Any]) -> list[bytes]:

@@ -31,8 +31,8 @@ class Item(msgspec.Struct, kw_only=True):
     call_id: Name | None = None
     name: Name | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None  # of a call
-    summary: list[ContentPart] | None = None  # of reasoning
+    output: str | list[ContentPart] | None = None  # result of a tool call
+    summary: list[ContentPart] | None = None  # summary of reasoning
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True):
