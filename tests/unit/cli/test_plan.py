@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from cli.main import main
+from planning.plan import Plan, make_plan
 from planning.profile import load_profile
+from planning.search import Planner
 from tests.deploy.chart import render
 
 PROFILE = Path(__file__).parents[1] / "planning" / "profile.json"
@@ -18,8 +20,15 @@ ARGV = ["plan", "--profile", str(PROFILE), "--slo-ttft", "600", "--slo-itl", "40
 
 
 def test_a_plan_has_pods_reasons_steps_and_a_plot_and_its_values_render(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plans: list[Plan] = []
+
+    def plan_once(planner: Planner, *, colocated: bool) -> Plan:
+        plans.append(plans[0] if plans else make_plan(planner, colocated=colocated))
+        return plans[0]
+
+    monkeypatch.setattr("cli.plan.make_plan", plan_once)
     values, plot = tmp_path / "values.yaml", tmp_path / "plot.svg"
     assert main([*ARGV, "--json", "--values", str(values), "--plot", str(plot)]) == 0
     plan = json.loads(capsys.readouterr().out)
