@@ -1,11 +1,11 @@
 """Triton kernels on this machine's GPU, next to what bounds them: copy bandwidth and the rate of matrix products.
 
-    python -m benchmarks.gpu_kernels [--json FILE] [--sweep]
+    python -m benchmarks.gpu_kernels [--markdown FILE] [--sweep]
 
 Each figure is the median of many runs over data that does not fit the GPU's cache. Attention has 32 query heads, 8 KV
 heads of 128 numbers and blocks of 16 tokens unless said.
 
-    decode    share of the copy bandwidth at which the KV of a batch is read
+    decode    share of the copy bandwidth at which the KV of a batch is read; the time has the storing of the new KV
     chunk     share of the rate of a large matrix product, and next to torch's attention over contiguous tensors
 
 `--sweep` tries other tiles than the stored ones, which is how those were found.
@@ -13,13 +13,9 @@ heads of 128 numbers and blocks of 16 tokens unless said.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +23,8 @@ import triton
 from torch.nn import functional
 from triton.testing import do_bench
 
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.report import Page, describe_torch_machine, row, table
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata
 from common.engine.devices.gpu import attention as triton_attention
 from common.engine.devices.gpu.attention import Tile, TritonAttention
@@ -81,15 +79,14 @@ class Rig:
         )
 
     def attend(self, batch: AttentionMetadata) -> Callable[[], None]:
-        """A call of the attention alone, as a graph, so that the time of launches does not count."""
+        """A call of the backend alone, as a graph, so that the time of launches does not count."""
         num_tokens = len(batch.slot_mapping)
-        query = torch.randn(num_tokens, HEADS * HEAD_DIM, device="cuda", dtype=DTYPE)
-        out = torch.empty_like(query)
-        kind = triton_attention._Kind.of(HEADS, AttentionArgs(HEAD_DIM**-0.5))  # noqa: SLF001
+        query = torch.randn(1, num_tokens, HEADS, HEAD_DIM, device="cuda", dtype=DTYPE)
+        key, value = (torch.randn(1, num_tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=DTYPE) for _ in range(2))
         self.attention.begin_step(batch)
 
         def run() -> None:
-            self.attention._attend(0, query, query.stride(0), out, kind)  # noqa: SLF001
+            self.attention.attend(0, query, key, value, AttentionArgs(HEAD_DIM**-0.5))
 
         run()
         torch.cuda.synchronize()
@@ -131,7 +128,7 @@ def tile_of(name: str, tile: Tile) -> Iterator[None]:
         setattr(triton_attention, name, stored)
 
 
-def sweep(rig: Rig, bandwidth: float, rate: float) -> None:
+def sweep(rig: Rig, bandwidth: float) -> None:
     """Prints what other tiles reach."""
     print("\ndecode tiles: share of the bandwidth for", DECODES)
     for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4)):
@@ -161,51 +158,30 @@ def sweep(rig: Rig, bandwidth: float, rate: float) -> None:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures to FILE")
+    parser = make_parser("benchmarks.gpu_kernels", __doc__)
     parser.add_argument("--sweep", action="store_true", help="try other tiles")
     args = parser.parse_args()
     torch.manual_seed(0)
     bandwidth, rate = copy_bandwidth(), matrix_rate()
-    figures: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "copy_TB_s": bandwidth / 1e12,
-        "matmul_TFLOP_s": rate / 1e12,
-        "decode": [],
-        "chunk": [],
-    }
-    print(figures["device"], figures["versions"])
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, {DTYPE} product {rate / 1e12:.0f} TFLOP/s\n")
+    limits = {"copy": f"{bandwidth / 1e12:.2f} TB/s", f"{DTYPE} product": f"{rate / 1e12:.0f} TFLOP/s"}
+    words = "`python -m benchmarks.gpu_kernels`, whose help says what is measured. Medians."
+    page = Page("Triton kernels", words, describe_torch_machine() | {"triton": triton.__version__} | limits)
     rig = Rig()
-    print("decode: sequences, tokens -> us, share of the copy bandwidth")
+    page.add("", *table("decode: sequences | tokens | us | of the copy bandwidth"))
     for num_seqs, seq_len in DECODES:
         ms = median_ms(rig.attend(rig.batch(num_seqs, 1, seq_len)))
         share = decode_bytes(num_seqs, seq_len) / (ms * 1e-3) / bandwidth
-        figures["decode"].append({"sequences": num_seqs, "tokens": seq_len, "us": ms * 1e3, "share": share})
-        print(f"  {num_seqs:4} {seq_len:6} {ms * 1e3:8.1f} {share:6.2f}")
-    print("chunk: query tokens, tokens before -> us, TFLOP/s, share of the product's rate, torch's us")
+        page.add(row(num_seqs, seq_len, f"{ms * 1e3:.1f}", f"{share:.2f}"))
+    page.add("", *table("chunk: query tokens | tokens before | us | TFLOP/s | of the product's rate | torch's us"))
     for num_query, num_before in CHUNKS:
         ms = median_ms(rig.attend(rig.batch(1, num_query, num_query + num_before)))
         reached = chunk_operations(num_query, num_before) / (ms * 1e-3)
-        torch_ms = torch_attention_ms(num_query, num_before)
-        figures["chunk"].append(
-            {
-                "query_tokens": num_query,
-                "tokens_before": num_before,
-                "us": ms * 1e3,
-                "share": reached / rate,
-                "torch_us": torch_ms * 1e3,
-            }
-        )
-        print(
-            f"  {num_query:5} {num_before:5} {ms * 1e3:8.1f} {reached / 1e12:5.0f} {reached / rate:6.2f} "
-            f"{torch_ms * 1e3:8.1f}"
-        )
+        torch_us = f"{torch_attention_ms(num_query, num_before) * 1e3:.1f}"
+        figures = (f"{ms * 1e3:.1f}", f"{reached / 1e12:.0f}", f"{reached / rate:.2f}", torch_us)
+        page.add(row(num_query, num_before, *figures))
     if args.sweep:
-        sweep(rig, bandwidth, rate)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        sweep(rig, bandwidth)
+    page.write(args.markdown)
 
 
 if __name__ == "__main__":

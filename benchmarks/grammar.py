@@ -1,4 +1,8 @@
-"""Measures the cost of structured output: `python -m benchmarks.engine --grammar`.
+"""Measures the cost of structured output to an engine.
+
+    python -m benchmarks.grammar [--model DIR]... [--dtype bfloat16] [--threads N] [--repeats 5] [--markdown FILE]
+
+The models are the demo model and a random Qwen3 of 100M parameters; on a GPU random ones of 0.6B and 8B.
 
 mask       gap between two tokens of a batch of 32, all free, and all bound to a schema of 2 KB, in turn
 compile    gaps between steps of 8 free streams while schemas of 2 KB that no cache knows are compiled, and without
@@ -9,16 +13,22 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenizers
 import torch
 
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.figures import in_turn, p99
+from benchmarks.harness.models import make_random_model, write_tokenizer
+from benchmarks.harness.report import Page, describe_torch_machine, row, table
+from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig
+from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig
 from common.engine.messages import AddRequest
 from common.types import Constraint, FinishReason, RequestId, SamplingParams
 
@@ -36,12 +46,43 @@ class GrammarResult(NamedTuple):
     without: float
     with_grammar: float
 
-    def __str__(self) -> str:
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row of the table."""
         more = 100 * (self.with_grammar / self.without - 1)
-        return (
-            f"{self.model:<26} {self.measure:<34} without {self.without:>9.2f}  with {self.with_grammar:>9.2f} "
-            f"{self.unit:<9} {more:+.1f} %"
-        )
+        return self.model, self.measure, self.unit, f"{self.without:.4g}", f"{self.with_grammar:.4g}", f"{more:+.1f} %"
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = make_parser("benchmarks.grammar", __doc__, repeats=5)
+    parser.add_argument("--model", action="append", type=Path, help="directory to measure instead")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    words = "`python -m benchmarks.grammar`; of decode, the least of the repeats' medians."
+    page = Page("What structured output costs", words, describe_torch_machine())
+    page.add("", *table("model | measure | unit | without | with | "))
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, directory in _models(args.model, Path(scratch)):
+            if not (directory / "tokenizer.json").is_file():
+                write_tokenizer(directory)
+            for result in measure_grammar(name, directory, args.dtype, args.repeats):
+                page.add(row(*result.cells))
+    page.write(args.markdown)
+    return 0
+
+
+def _models(directories: Sequence[Path] | None, scratch: Path) -> Iterator[tuple[str, Path]]:
+    if directories:
+        yield from ((directory.name, directory) for directory in directories)
+        return
+    shapes = ("0.6B", "8B") if torch.cuda.is_available() else ("100M",)
+    if not torch.cuda.is_available():
+        yield DEMO_MODEL_NAME, Path(demo_model_path())
+    yield from ((f"Qwen3 shape, {shape} random", make_random_model(scratch, shape)) for shape in shapes)
 
 
 def schema(number: int) -> Constraint:
@@ -56,21 +97,7 @@ def schema(number: int) -> Constraint:
     raise AssertionError
 
 
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """A tokenizer for a model that has none: bytes, and pairs and triples of them."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    letters = [char for char in alphabet if char.isascii()]
-    spellings = itertools.chain(
-        alphabet, map("".join, itertools.product(letters, repeat=2)), map("".join, itertools.product(letters, repeat=3))
-    )
-    vocab = {spelling: index for index, spelling in enumerate(itertools.islice(spellings, vocab_size))}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
-
-
-def measure_grammar(name: str, directory: Path, dtype: str, repeats: int) -> list[GrammarResult]:
+def measure_grammar(name: str, directory: Path, dtype: DType, repeats: int) -> list[GrammarResult]:
     """Both measures of one model."""
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=dtype), cache=CacheConfig(enable_prefix_caching=False)
@@ -148,8 +175,7 @@ def _mask(name: str, engine: _Engine, repeats: int) -> GrammarResult:
     without: list[float] = []
     with_grammar: list[float] = []
     for repeat in range(repeats + 1):
-        order = ((without, None), (with_grammar, bound))
-        for figures, constraint in order if repeat % 2 else order[::-1]:
+        for figures, constraint in in_turn(((without, None), (with_grammar, bound)), repeat):
             gap_ms = engine.decode(constraint, OUTPUT_TOKENS)
             if repeat:
                 figures.append(gap_ms)
@@ -162,29 +188,9 @@ def _compile(name: str, engine: _Engine) -> list[GrammarResult]:
     compiling = engine.stream([schema(number) for number in range(1, NUM_COMPILED + 1)])
     return [
         GrammarResult(name, f"steps while compiling, {label}", "ms", figure(without), figure(compiling))
-        for label, figure in (("median", statistics.median), ("p99", _p99), ("longest", max))
+        for label, figure in (("median", statistics.median), ("p99", p99), ("longest", max))
     ]
 
 
-def _p99(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=100)[-1]
-
-
-def format_markdown(machine: dict[str, str], results: Sequence[GrammarResult]) -> str:
-    """The table with what it depends on."""
-    lines = [
-        "# What structured output costs",
-        "",
-        "`python -m benchmarks.engine --grammar`; of decode, the least of the repeats' medians.",
-        "",
-        *(f"- {key}: {value}" for key, value in machine.items()),
-        "",
-        "| model | measure | unit | without | with | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in results:
-        more = 100 * (row.with_grammar / row.without - 1)
-        lines.append(
-            f"| {row.model} | {row.measure} | {row.unit} | {row.without:.4g} | {row.with_grammar:.4g} | {more:+.1f} % |"
-        )
-    return "\n".join(lines) + "\n"
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,8 +9,6 @@ are faster.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +16,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import make_100m_model
-from benchmarks.page import describe_torch_machine
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.figures import ratio
+from benchmarks.harness.models import make_random_model
+from benchmarks.harness.report import Page, describe_torch_machine, row, spread, table
 from common.demo_model import demo_model_path
 from common.engine.config import (
     CacheConfig,
@@ -42,21 +42,18 @@ SIDES: tuple[KernelChoice, KernelChoice] = ("auto", "reference")
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0])
+    parser = make_parser("benchmarks.kernels", __doc__, repeats=7)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--markdown", type=Path, help="also write the table here")
     args = parser.parse_args()
-    rows = ["| model | step | kernels | ms | torch's operators, ms | ratio |", "|---|---|---|---|---|---|"]
+    words = f"`python -m benchmarks.kernels --dtype {args.dtype}`."
+    page = Page("CPU kernels next to torch's operators", words, describe_torch_machine())
+    page.add("", *table("model | step | kernels | ms | torch's operators, ms | ratio"))
     with tempfile.TemporaryDirectory() as scratch:
-        for name, model in (("demo", demo_model_path()), ("Qwen3 shape, 100M", make_100m_model(Path(scratch)))):
-            for row in measure_model(name, Path(model), args.dtype, args.repeats):
-                print(row, flush=True)
-                rows.append(row)
-    if args.markdown is not None:
-        machine = [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
-        lines = ["# CPU kernels next to torch's operators", "", f"`python -m benchmarks.kernels --dtype {args.dtype}`."]
-        args.markdown.write_text("\n".join([*lines, "", *machine, "", *rows, ""]))
+        models = {"demo": demo_model_path(), "Qwen3 shape, 100M": make_random_model(Path(scratch), "100M")}
+        for name, model in models.items():
+            for line in measure_model(name, Path(model), args.dtype, args.repeats):
+                page.add(line)
+    page.write(args.markdown)
     return 0
 
 
@@ -137,13 +134,8 @@ def _request(name: str, context: int, first_block: int, *, spare: int) -> NewReq
 
 
 def _row(name: str, step: str, side: Side, times: Sequence[Sequence[float]]) -> str:
-    ours, torchs = ([pair[i] for pair in times] for i in range(2))
-    ratio = statistics.median(theirs / own for own, theirs in times)
-    return f"| {name} | {step} | {side.kernels} | {_median(ours)} | {_median(torchs)} | {ratio:.2f} |"
-
-
-def _median(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+    own, torchs = zip(*times, strict=True)
+    return row(name, step, side.kernels, spread(own, ".2f"), spread(torchs, ".2f"), f"{ratio(torchs, own):.2f}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
-"""Resident memory of engine processes: over many requests of random shapes, with and without bounded kernel caches; and
-in rounds of what a client may make an engine hold.
+"""Resident memory of an engine process: over many requests of random shapes, and in rounds of what a client may make an
+engine hold.
 
-    python -m benchmarks.memory [--random-model] [--dtype bfloat16] [--requests 20000] [--max-prompt-tokens 400]
-                                 [--max-output-tokens 8] [--max-in-flight 16] [--alone]
-    python -m benchmarks.memory --rounds 12 [--random-model] [--dtype bfloat16]
+    python -m benchmarks.memory [--requests 20000] [--markdown FILE]
+    python -m benchmarks.memory --rounds 12
 
-Two engine processes serve the same requests, a slice each in turn, so that both see the same load of the machine:
-"bounded" as it comes, "unbounded" with the kernel libraries' own capacities. Prompts have 1 to
-`--max-prompt-tokens` random tokens, answers 1 to `--max-output-tokens`, and 1 to `--max-in-flight` requests are in
-flight, another number for each slice. The KV cache is so small that all of it is written before the first row.
-With `--alone` there is only the bounded engine, in half the time.
+Prompts have 1 to 400 random tokens, answers 1 to 8, and 1 to 16 requests are in flight, another number for each slice
+of 100. The KV cache is so small that all of it is written before the first row.
 
-With `--rounds` there is only the bounded engine, and a batch that is as full as it can be. Each round has 256 requests
+With `--rounds` the batch is as full as it can be. Each round has 256 requests
 with 20 log probabilities, 256 with tables of biases, allowed tokens and bad words that are as large as may be, log
 probabilities of long prompts, 300 grammars that are new, of both libraries, and a few that grow with each token.
 Grammars are in processes of their own, whose memory is counted by itself, pages shared among them by their share.
@@ -19,36 +15,31 @@ Grammars are in processes of their own, whose memory is counted by itself, pages
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import os
 import random
-import statistics
 import sys
-import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.engine import make_100m_model
-from benchmarks.page import describe_torch_machine
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.report import Page, describe_torch_machine, row, table
 from common.demo_model import demo_model_path
 from common.engine.client import AsyncMPClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
-from common.engine.devices.cpu.kernel_cache import KERNEL_CACHE_VARIABLES
 from common.engine.messages import AddRequest, EngineCoreOutputs
 from common.types import Constraint, RequestId, SamplingParams
 from common.types.parameters import parameters_of
 
-UNBOUNDED = dict.fromkeys(KERNEL_CACHE_VARIABLES, "1024")  # what the libraries take without a setting
 SLICE = 100  # requests
 ROW = 500  # requests between two rows of the table
+MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS, MAX_IN_FLIGHT = 400, 8, 16
 NUM_BLOCKS = 1025
 NUM_BLOCKS_OF_ROUNDS = 4097  # so that the batch can be full
 MIB = 1 << 20
@@ -57,20 +48,17 @@ VOCABULARY = 2000  # token ids that are used, which every model has
 GRAMMARS, GRAMMARS_IN_FLIGHT = 300, 48  # of a round
 
 
-@dataclass(slots=True)
-class Engine:
-    """One engine process, and what each slice of requests took it."""
+class Engine(NamedTuple):
+    """One engine process."""
 
     client: AsyncMPClient
     outputs: AsyncIterator[EngineCoreOutputs]
     process: psutil.Process
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
 
     @property
     def rss_mib(self) -> float:
         """Resident memory now."""
-        return self.process.memory_info().rss / MIB
+        return float(self.process.memory_info().rss / MIB)
 
     @property
     def peak_mib(self) -> float:
@@ -88,8 +76,7 @@ class Engine:
         return total / MIB
 
     async def serve(self, requests: list[AddRequest], in_flight: int) -> None:
-        """Serve one slice, with `in_flight` requests at a time."""
-        cpu_before, started = sum(self.process.cpu_times()[:2]), perf_counter()
+        """Serves some requests, with `in_flight` of them at a time."""
         waiting = iter(requests)
         for request in itertools.islice(waiting, in_flight):
             self.client.add_request(request)
@@ -98,84 +85,64 @@ class Engine:
             for output in (await anext(self.outputs)).outputs:
                 if output.finish_reason is not None:
                     num_finished += 1
-                    if (request := next(waiting, None)) is not None:
+                    for request in itertools.islice(waiting, 1):
                         self.client.add_request(request)
-        self.wall_s.append(perf_counter() - started)
-        self.cpu_s.append(sum(self.process.cpu_times()[:2]) - cpu_before)
 
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--random-model", action="store_true", help="a Qwen3 of 100M parameters, not the demo model")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each engine")
+    parser = make_parser("benchmarks.memory", __doc__)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--max-prompt-tokens", type=int, default=400)
-    parser.add_argument("--max-output-tokens", type=int, default=8)
-    parser.add_argument("--max-in-flight", type=int, default=16)
-    parser.add_argument("--alone", action="store_true", help="only the bounded engine")
     parser.add_argument("--rounds", type=int, help="rounds of what a client may make an engine hold, instead")
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `baton serve` does
-    print(" ".join(f"{key}: {value};" for key, value in describe_torch_machine().items()), flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        model = make_100m_model(Path(scratch)) if args.random_model else demo_model_path()
-        config = EngineConfig(
-            model=ModelConfig(model=str(model), dtype=args.dtype, device="cpu", num_threads=args.threads),
-            cache=CacheConfig(num_blocks=NUM_BLOCKS if args.rounds is None else NUM_BLOCKS_OF_ROUNDS),
-        )
-        asyncio.run(compare(config, args) if args.rounds is None else repeat_rounds(config, args.rounds))
+    page = Page("Memory of an engine", "`python -m benchmarks.memory`; see its `--help`.", describe_torch_machine())
+    if args.rounds is None:
+        asyncio.run(serve_many(page, args.requests))
+    else:
+        asyncio.run(repeat_rounds(page, args.rounds))
+    page.write(args.markdown)
     return 0
 
 
-async def compare(config: EngineConfig, args: argparse.Namespace) -> None:
-    """Both engines, or the bounded one alone, over the same requests."""
-    engines = {"bounded": await start_engine(config, {})}
-    if not args.alone:
-        engines["unbounded"] = await start_engine(config, UNBOUNDED)
-    print("requests  " + "".join(f" {f'MiB {name}':>14} {'tokens/s':>9}" for name in engines), flush=True)
-    print(f"{0:>8}  " + "".join(f" {engine.rss_mib:>14.0f} {'':>9}" for engine in engines.values()), flush=True)
+async def serve_many(page: Page, num_requests: int) -> None:
+    """Slices of requests, one after the other."""
+    engine = await start_engine(NUM_BLOCKS)
+    page.add("", *table("requests | MiB | tokens/s"), row(0, f"{engine.rss_mib:.0f}", ""))
     generator = random.Random(0)
-    tokens: list[int] = []
-    for number in range(args.requests // SLICE):
-        requests = make_requests(generator, number, args.max_prompt_tokens, args.max_output_tokens)
-        in_flight = generator.randint(1, args.max_in_flight)
-        tokens.append(sum(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests))
-        for engine in list(engines.values())[:: 1 if number % 2 else -1]:
-            await engine.serve(requests, in_flight)
-        if (number + 1) * SLICE % ROW == 0:
-            last = slice(-(ROW // SLICE), None)
-            row = "".join(
-                f" {engine.rss_mib:>14.0f} {sum(tokens[last]) / sum(engine.wall_s[last]):>9.0f}"
-                for engine in engines.values()
+    tokens, started = 0, perf_counter()
+    for served in range(SLICE, num_requests + 1, SLICE):
+        requests = [
+            _request(
+                generator,
+                num_prompt_tokens=generator.randint(1, MAX_PROMPT_TOKENS),
+                max_tokens=generator.randint(1, MAX_OUTPUT_TOKENS),
             )
-            print(f"{(number + 1) * SLICE:>8}  {row}", flush=True)
-    if not args.alone:
-        bounded, unbounded = engines.values()
-        print("bounded / unbounded, tokens per second:    ", ratio(unbounded.wall_s, bounded.wall_s))
-        print("bounded / unbounded, tokens per CPU second:", ratio(unbounded.cpu_s, bounded.cpu_s))
-    await asyncio.gather(*(engine.client.close() for engine in engines.values()))
+            for _ in range(SLICE)
+        ]
+        tokens += sum(len(each.prompt_token_ids) + each.sampling.max_tokens for each in requests)
+        await engine.serve(requests, generator.randint(1, MAX_IN_FLIGHT))
+        if served % ROW == 0:
+            page.add(row(served, f"{engine.rss_mib:.0f}", f"{tokens / (perf_counter() - started):.0f}"))
+            tokens, started = 0, perf_counter()
+    await engine.client.close()
 
 
-async def repeat_rounds(config: EngineConfig, num_rounds: int) -> None:
+async def repeat_rounds(page: Page, num_rounds: int) -> None:
     """Rounds of requests that make the engine hold much, after all of its KV cache was written."""
-    engine = await start_engine(config, {})
+    engine = await start_engine(NUM_BLOCKS_OF_ROUNDS)
     generator = random.Random(0)
     await engine.serve([_request(generator, num_prompt_tokens=2000) for _ in range(40)], 4)
-    print(f"{'round':>5} {'MiB engine':>11} {'at most':>8} {'MiB grammars':>13} {'at most':>8} {'s':>5}", flush=True)
-    print(f"{0:>5} {engine.rss_mib:>11.0f} {engine.peak_mib:>8.0f} {engine.grammars_mib:>13.0f}", flush=True)
-    for number in range(1, num_rounds + 1):
+    page.add("", *table("round | MiB engine | at most | MiB grammars | at most | s"))
+    for number in range(num_rounds + 1):
         started, most = perf_counter(), [0.0]
-        watching = asyncio.create_task(_watch_grammars(engine, most))
-        await engine.serve(_full_batches(generator), BATCH)
-        await engine.serve(_grammars(generator, number), GRAMMARS_IN_FLIGHT)
-        watching.cancel()
-        grammars = f"{engine.grammars_mib:>13.0f} {most[0]:>8.0f}"
-        took = perf_counter() - started
-        print(f"{number:>5} {engine.rss_mib:>11.0f} {engine.peak_mib:>8.0f} {grammars} {took:>5.0f}", flush=True)
+        if number:
+            watching = asyncio.create_task(_watch_grammars(engine, most))
+            await engine.serve(_full_batches(generator), BATCH)
+            await engine.serve(_grammars(generator, number), GRAMMARS_IN_FLIGHT)
+            watching.cancel()
+        used = (engine.rss_mib, engine.peak_mib, engine.grammars_mib, most[0], perf_counter() - started)
+        page.add(row(number, *(f"{each:.0f}" for each in used)))
     await engine.client.close()
 
 
@@ -232,38 +199,12 @@ def _request(generator: random.Random, *, num_prompt_tokens: int = 200, **sampli
     )
 
 
-async def start_engine(config: EngineConfig, environment: dict[str, str]) -> Engine:
-    """An engine process with this added to its environment."""
-    os.environ.update(environment)
-    client = AsyncMPClient(config)
+async def start_engine(num_blocks: int) -> Engine:
+    """Starts an engine process with the demo model on one thread."""
+    model = ModelConfig(model=str(demo_model_path()), dtype="float32", device="cpu", num_threads=1)
+    client = AsyncMPClient(EngineConfig(model=model, cache=CacheConfig(num_blocks=num_blocks)))
     await client.start()
-    for name in environment:
-        del os.environ[name]
     return Engine(client, aiter(client.outputs()), psutil.Process(client.pid))
-
-
-def make_requests(
-    generator: random.Random, number: int, max_prompt_tokens: int, max_output_tokens: int
-) -> list[AddRequest]:
-    """One slice of requests."""
-    return [
-        AddRequest(
-            request_id=RequestId(f"{number}-{i}"),
-            prompt_token_ids=[
-                generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, max_prompt_tokens))
-            ],
-            sampling=SamplingParams(
-                temperature=0.0, max_tokens=generator.randint(1, max_output_tokens), ignore_eos=True
-            ),
-        )
-        for i in range(SLICE)
-    ]
-
-
-def ratio(theirs: list[float], ours: list[float]) -> str:
-    """Median over the slices, with quartiles."""
-    low, median, high = statistics.quantiles([b / a for a, b in zip(ours, theirs, strict=True)], n=4)
-    return f"{median:.3f} [{low:.3f}, {high:.3f}], median and quartiles of {len(ours)} pairs"
 
 
 if __name__ == "__main__":

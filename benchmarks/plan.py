@@ -14,30 +14,30 @@ machine that has other things to do.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from benchmarks.handoff.client import Client, Generation
-from benchmarks.handoff.model import Model, demo_model, make_model
-from benchmarks.handoff.sides import ROOT, Side
-from benchmarks.paced_pod import PACE_VARIABLE
-from benchmarks.page import describe_torch_machine
+from benchmarks.harness.checkouts import HERE, ROOT
+from benchmarks.harness.client import Client, Driver, Generation
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.figures import medians
+from benchmarks.harness.models import Model, demo_model, make_served_model
+from benchmarks.harness.processes import Child
+from benchmarks.harness.report import Page, describe_torch_machine, table
+from benchmarks.paced_pod import EXECUTOR, PACE_VARIABLE
 from common.demo_model import DEMO_MODEL_NAME
-from deploy.parent_death import PARENT_PID_VARIABLE
+from loadgen.http_client import RequestFailed
 from planning.profile import EngineProfile, load_profile, write_profile
 from planning.search import Planner, Size, Slo
 from planning.steps import StepFit
@@ -86,21 +86,26 @@ class Row(NamedTuple):
         """Errors of the predictions, as shares of what was measured."""
         return [predicted / measured - 1 for predicted, measured in zip(self.predicted, self.measured, strict=True)]
 
+    @property
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        figures = (
+            f"{predicted:.0f} for {measured:.0f} ({error:+.0%})"
+            for predicted, measured, error in zip(self.predicted, self.measured, self.errors, strict=True)
+        )
+        return [f"{self.load:.0%}", f"{self.rate:.2f}", *figures]
+
 
 def main() -> int:
     """Measures and prints. Returns 1 if a prediction is off by more than WITHIN."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.plan", __doc__, repeats=3)
     parser.add_argument("--paced", action="store_true", help="with the step times of a profile")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, default=60, help="of each load and repeat")
-    parser.add_argument("--markdown", type=Path, help="also write the page here")
     args = parser.parse_args()
     machine = describe_torch_machine()
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
-        model = demo_model() if args.paced else make_model(scratch)
+        model = demo_model() if args.paced else make_served_model(scratch)
         profile = _profile(model, scratch)
         if args.paced:
             profile = msgspec.structs.replace(profile, steps=PACE, fit_error=0.0)
@@ -109,10 +114,11 @@ def main() -> int:
         cluster = _paced_cluster(profile, scratch) if args.paced else _cluster(model, scratch)
         name = DEMO_MODEL_NAME if args.paced else model.name
         rows = _measure(cluster, model, name, profile, capacity, args.repeats, args.requests)
-    page = format_markdown(machine, profile, capacity, rows, is_paced=args.paced)
-    print(page)
-    if args.markdown:
-        args.markdown.write_text(page)
+    title, words = _PACED_HEAD if args.paced else _HEAD
+    words += _WORDS.format(capacity=capacity, isl=ISL, osl=OSL, ttft=SLO.ttft_s, itl=1e3 * SLO.itl_s)
+    page = Page(title, words, machine | {"fit of the profile": f"median error {profile.fit_error:.1%}"})
+    page.add("", *table(" | ".join(("load", "requests/s", *_MEASURES)), (row.cells for row in rows)))
+    page.write(args.markdown)
     return 0 if all(abs(error) <= WITHIN for row in rows for error in row.errors) else 1
 
 
@@ -139,7 +145,7 @@ def _cluster(model: Model, scratch: Path) -> Iterator[str]:
     os.environ["OMP_NUM_THREADS"] = "1"  # of each engine
     config = {"decode": {"target_itl_ms": 1e3 * SLO.target_itl_s}}
     options = ("--model", str(model.directory), "--prefill", "1", "--decode", "1")
-    with Side("plan", ROOT).cluster(scratch, *options, config=config) as url:
+    with HERE.cluster(scratch, *options, config=config) as url:
         _pin()
         yield url
 
@@ -149,29 +155,18 @@ def _paced_cluster(profile: EngineProfile, scratch: Path) -> Iterator[str]:
     """The same, of pods whose steps take the time of a profile."""
     pace = scratch / "pace.json"
     write_profile(profile, pace)
-    env = {**os.environ, PACE_VARIABLE: str(pace), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    variables = {PACE_VARIABLE: str(pace), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     connector = ["--connector", "shared-storage", "--connector-path", str(scratch / "kv")]
     target = ["--target-itl-ms", str(1e3 * SLO.target_itl_s)]
-    with ExitStack() as processes:
-        run = partial(_start, processes, env)
-        prefill = run("benchmarks.paced_pod", "prefill", *connector)["address"]
-        decode = run("benchmarks.paced_pod", "decode", *connector, *target)["address"]
+    with ExitStack() as stack:
+
+        def run(module: str, *options: str) -> dict[str, str]:
+            return stack.enter_context(Child("-m", module, *options, variables=variables)).read_ready()
+
+        prefill = run("benchmarks.harness.pods", EXECUTOR, "prefill", *connector)["address"]
+        decode = run("benchmarks.harness.pods", EXECUTOR, "decode", *connector, *target)["address"]
         router = ("cli.main", "serve", "router", "--prefill", prefill, "--decode", decode, "--port", "0")
         yield run(*router, "--grpc-port", "0")["http"]
-
-
-def _start(processes: ExitStack, env: dict[str, str], module: str, *options: str) -> dict[str, str]:
-    """Starts a process of Baton. Returns what its line says once it is ready."""
-    command = [sys.executable, "-m", "deploy.parent_death", sys.executable, "-m", module, *options]
-    env = {**env, PARENT_PID_VARIABLE: str(os.getpid())}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    processes.callback(process.wait, 60)
-    processes.callback(process.terminate)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("ready "):
-            return dict(word.split("=", 1) for word in line.split()[1:])
-    raise SystemExit(f"{module} did not start")
 
 
 def _measure(
@@ -185,16 +180,16 @@ def _measure(
 ) -> list[Row]:
     taken: dict[float, list[tuple[Figures, Figures]]] = {load: [] for load in LOADS}
     with cluster as url:
-        client = Client(url, name, model.vocab_size, seed=1)
-        asyncio.run(_warm_up(client))
+        driver = Driver(url, name, model.vocab_size, seed=1)
+        driver.run(_warm_up)
         for seed in range(repeats):
             for load in LOADS:
                 workload = synthetic(load * capacity, ISL, OSL, num_requests, seed=seed)
-                pair = _predict(profile, workload), asyncio.run(_serve(client, workload))
+                pair = _predict(profile, workload), driver.run(_serve, workload)
                 print(f"{load:.0%}: predicted {_text(pair[0])}, measured {_text(pair[1])}", file=sys.stderr)
                 taken[load].append(pair)
     return [
-        Row(load, load * capacity, *(_medians(figures) for figures in zip(*pairs, strict=True)))
+        Row(load, load * capacity, *(Figures(*medians(figures)) for figures in zip(*pairs, strict=True)))
         for load, pairs in taken.items()
     ]
 
@@ -252,7 +247,7 @@ async def _until_ready(client: Client) -> None:
         try:
             await client.complete(ISL, 1)
             return
-        except RuntimeError:  # 503
+        except RequestFailed:  # 503
             await asyncio.sleep(1.0)
     raise SystemExit("the cluster does not get ready")
 
@@ -274,54 +269,29 @@ async def _serve(client: Client, workload: Workload) -> Figures:
     return Figures(*(1e3 * float(np.percentile(values, share)) for values in (ttfts, gaps) for share in (50, 90)))
 
 
-def _medians(figures: Sequence[Figures]) -> Figures:
-    return Figures(*(statistics.median(values) for values in zip(*figures, strict=True)))
-
-
 def _text(figures: Figures) -> str:
     return ", ".join(f"{name} {value:.0f}" for name, value in zip(_MEASURES, figures, strict=True))
 
 
-def format_markdown(
-    machine: dict[str, str], profile: EngineProfile, capacity: float, rows: Sequence[Row], *, is_paced: bool
-) -> str:
-    """The page."""
-    head = _PACED_HEAD if is_paced else _HEAD
-    lines = [
-        head.format(capacity=capacity, isl=ISL, osl=OSL, ttft=SLO.ttft_s, itl=1e3 * SLO.itl_s),
-        *(f"- {key}: {value}" for key, value in machine.items()),
-        f"- fit of the profile: median error {profile.fit_error:.1%}",
-        "",
-        "| load | requests/s | " + " | ".join(_MEASURES) + " |",
-        "|---|---|" + "---|" * len(_MEASURES),
-    ]
-    for row in rows:
-        cells = [
-            f"{predicted:.0f} for {measured:.0f} ({error:+.0%})"
-            for predicted, measured, error in zip(row.predicted, row.measured, row.errors, strict=True)
-        ]
-        lines.append(f"| {row.load:.0%} | {row.rate:.2f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-_HEAD = """# Plans next to a real cluster
-
+_HEAD = (
+    "Plans next to a real cluster",
+    """\
 `python -m benchmarks.plan --markdown FILE`. One prefill and one decode pod, each engine with one thread on a core of
-its own; a model of 100M random parameters; prompts of {isl} tokens, answers of {osl}. The profile is that of one thread
-on one core. By the plan, these pods hold {capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms
-between tokens (p99). The same requests, at the same times, go to the simulator and to the cluster. Milliseconds:
-predicted for measured, medians of the repeats, and by how much the prediction is off.
-"""
-
-_PACED_HEAD = """# Plans next to a cluster whose steps take the time of a profile
-
+its own; a model of 100M random parameters. The profile is that of one thread on one core.
+""",
+)
+_PACED_HEAD = (
+    "Plans next to a cluster whose steps take the time of a profile",
+    """\
 `python -m benchmarks.plan --paced --markdown FILE`. One prefill and one decode pod and a router, all of them real, but
 for the time of their engines' steps: each runs the demo model and sleeps until the step would be over by the profile of
-one core with a model of 100M parameters. Prompts of {isl} tokens, answers of {osl}. By the plan, these pods hold
-{capacity:.3g} requests/s within {ttft:g} s to the first token and {itl:g} ms between tokens (p99). The same requests,
-at the same times, go to the simulator and to the cluster. Milliseconds: predicted for measured, medians of the repeats,
-and by how much the prediction is off.
-"""
+one core with a model of 100M parameters.
+""",
+)
+_WORDS = """\
+Prompts of {isl} tokens, answers of {osl}. By the plan, these pods hold {capacity:.3g} requests/s within {ttft:g} s to
+the first token and {itl:g} ms between tokens (p99). The same requests, at the same times, go to the simulator and to
+the cluster. Milliseconds: predicted for measured, medians of the repeats, and by how much the prediction is off."""
 
 
 if __name__ == "__main__":

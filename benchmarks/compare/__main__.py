@@ -1,7 +1,7 @@
 """Baton next to what users would run instead, on one machine in one run.
 
     make peers                                  # vLLM for CPUs, in an environment of its own
-    python -m benchmarks.compare [--quick] [--markdown FILE] [--json FILE]
+    python -m benchmarks.compare [--quick] [--markdown FILE]
 
 Each side is a process with the same weights, types of numbers, prompts and number of tokens, on the same cores; all are
 loaded at the same time and take turns. Tokens are chosen greedily, and compared: near logits of a random model may be
@@ -31,23 +31,24 @@ What the machine could do at most is measured in the same run: its memory's spee
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.compare import offline, speculation
+import transformers
+
+from benchmarks.compare import offline, report, speculation
 from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
 from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
 from benchmarks.compare.offline import Measure, Row, measure_model
-from benchmarks.compare.peers import MAIN_NAMES, NAMES, SideError, python_of
-from benchmarks.compare.report import format_page, format_row, format_serving, format_speculation, plot
+from benchmarks.compare.peers import MAIN_NAMES, NAMES, python_of
 from benchmarks.compare.serving import LOADS, ServingRow, measure_serving
-from benchmarks.engine import make_random_model
-from benchmarks.grammar import write_tokenizer
-from benchmarks.page import describe_torch_machine
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.models import SHAPES, make_random_model, write_tokenizer
+from benchmarks.harness.processes import ChildEndedError
+from benchmarks.harness.report import describe_torch_machine, table
 from common.demo_model import demo_model_path
 
 _QUICK_REPEATS, _REPEATS = 1, 5
@@ -62,6 +63,7 @@ def main() -> int:
     """Measures and prints."""
     args = _parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that sides and servers are stopped
+    transformers.utils.logging.disable_progress_bar()
     sides = args.sides or (MAIN_NAMES if args.quick or ON_GPU else NAMES)
     names = [name for name in sides if python_of(name)]
     if missing := set(sides) - set(names):
@@ -73,69 +75,74 @@ def main() -> int:
     dtypes = args.dtypes or [name for name in _DTYPES if not (args.quick and name == "int8")]
     precisions = [PRECISIONS[name] for name in dtypes]
     limits = {precision.name: measure_limits(precision.dtype) for precision in precisions}
+    drawing = args.markdown.with_suffix(".svg") if args.markdown else Path("compare.svg")
+    page = report.open_page(machine, limits, drawing.name)
     rows: list[Row] = []
-    speculating: list[Row] = []
-    serving: list[ServingRow] = []
     with tempfile.TemporaryDirectory() as scratch:
         logs = Path(scratch)
+        if "offline" in models:
+            page.section("Batches")
+            page.add(*table(report.offline_columns(names)))
         for model in models.get("offline", ()):
             directory = _directory(model, logs)
             for row in _measure(model, directory, precisions, names, offline.MEASURES, repeats, limits, logs):
-                print(format_row(row), flush=True)
+                page.add(report.offline_row(row, names))
                 rows.append(row)
+        if "speculation" in models:
+            engines = [side for name in names for side in speculation.SIDES.get(name, ())]
+            page.section("Speculation")
+            page.add(*table(report.speculation_columns(engines)))
         for model in models.get("speculation", ()):
             directory = _counting(model, logs)
-            engines = [side for name in names for side in speculation.SIDES.get(name, ())]
             for row in _measure(model, directory, precisions, engines, speculation.MEASURES, repeats, limits, logs):
-                print(format_speculation(row), flush=True)
-                speculating.append(row)
+                page.add(report.speculation_row(row))
         if "serving" in models:
-            serving = _serving(models["serving"], precisions, names, args.serving_repeats, logs)
+            servers = [name for name in names if name in ("baton", "vllm")]
+            page.section("Serving")
+            page.add(*table(report.serving_columns(servers)))
+            for served in _serving(models["serving"], precisions, servers, args.serving_repeats, logs):
+                page.add(*report.serving_rows(served))
+    page.write(args.markdown)
     if args.markdown:
-        drawing = args.markdown.with_suffix(".svg")
-        args.markdown.write_text(format_page(machine, limits, names, rows, speculating, serving, drawing.name))
-        drawing.write_text(plot(rows, names))
-    if args.json:
-        found = {
-            "machine": machine,
-            "limits": {precision: each._asdict() for precision, each in limits.items()},
-            "offline": [row._asdict() for row in rows],
-            "speculation": [row._asdict() for row in speculating],
-            "serving": [row._asdict() for row in serving],
-        }
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        drawing.write_text(report.plot(rows, names))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.compare", __doc__)
     parser.add_argument("--quick", action="store_true", help="small models, one repeat, no servers: under 10 minutes")
     parser.add_argument("--sections", nargs="+", choices=_SECTIONS, help="default: all; with --quick offline")
-    parser.add_argument("--models", nargs="+", choices=["demo", "100M", "0.6B", "8B"], help=f"default: {_SECTIONS}")
+    parser.add_argument(
+        "--models", nargs="+", type=_model, help=f"demo, 100M, 0.6B, 8B, or directories; default: {_SECTIONS}"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, help=f"default: {_DTYPES}; with --quick no int8")
     parser.add_argument("--sides", nargs="+", choices=NAMES, help=f"default: all; with --quick {MAIN_NAMES}")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
     parser.add_argument("--serving-repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here, and a plot beside it")
     return parser
+
+
+def _model(name: str) -> str:
+    if name != "demo" and name not in SHAPES and not (Path(name) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{name} is no model")
+    return name
 
 
 def _directory(model: str, scratch: Path) -> Path:
     if model == "demo":
         return Path(demo_model_path())
-    directory = scratch / f"qwen3-{model.lower()}"
-    if not directory.exists():
-        make_random_model(scratch, model)
-        write_tokenizer(directory, json.loads((directory / "config.json").read_text())["vocab_size"])
+    if model not in SHAPES:
+        return Path(model).resolve()
+    directory = make_random_model(scratch, model)
+    if not (directory / "tokenizer.json").exists():
+        write_tokenizer(directory)
     return directory
 
 
 def _counting(model: str, scratch: Path) -> Path:
-    directory = scratch / f"{model}-counting"
-    write_counting(_directory(model, scratch), directory)
+    source = _directory(model, scratch)
+    directory = scratch / f"{source.name}-counting"
+    write_counting(source, directory)
     return directory
 
 
@@ -159,25 +166,20 @@ def _measure(
         work, limit = work_of(directory, precision), limits[precision.name]
         try:
             yield from measure_model(model, precision.name, checkpoints, measures, repeats, work, limit, scratch)
-        except SideError as error:
+        except ChildEndedError as error:
             print(f"{model} {precision.name}: {error}", file=sys.stderr)
 
 
 def _serving(
-    models: Sequence[str], precisions: Sequence[Precision], names: Sequence[str], repeats: int, scratch: Path
-) -> list[ServingRow]:
-    servers = [name for name in names if name in ("baton", "vllm")]
-    rows = []
+    models: Sequence[str], precisions: Sequence[Precision], servers: Sequence[str], repeats: int, scratch: Path
+) -> Iterator[ServingRow]:
     for model in models:
         for precision in precisions:
             checkpoints = _checkpoints(_directory(model, scratch), precision, servers, scratch)
             try:
-                for row in measure_serving(model, precision.name, checkpoints, LOADS, repeats, scratch):
-                    print("\n".join(format_serving(row)), flush=True)
-                    rows.append(row)
-            except SideError as error:
+                yield from measure_serving(model, precision.name, checkpoints, LOADS, repeats, scratch)
+            except ChildEndedError as error:
                 print(f"{model} {precision.name}: {error}", file=sys.stderr)
-    return rows
 
 
 if __name__ == "__main__":

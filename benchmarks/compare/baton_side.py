@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from benchmarks.compare.side import serve
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
 _SHARE_OF_GPU = 0.3  # for the KV cache: the sides share one device
+_OPTIONS: dict[str, dict[str, Any]] = {"invariant": {"batch_invariant": True}, "baton_ngram": {"speculative": "ngram"}}
 
 
 class Baton:
@@ -42,10 +42,14 @@ class Baton:
             on_step(min(map(len, tokens.values())))
         return list(tokens.values())
 
+    def close(self) -> None:
+        """See Generator."""
+        self._client.close()
 
-def load(directory: str, dtype: str, quantization: str | None = None, **options: Any) -> Baton:
-    """The side with a model. `options`: those of `offline_config`."""
-    return Baton(InprocClient(offline_config(directory, dtype, quantization, **options)))
+
+def load(name: str, directory: str, dtype: str, quantization: str | None) -> Baton:
+    """Returns the side of this name with a model."""
+    return Baton(InprocClient(offline_config(directory, dtype, quantization, **_OPTIONS.get(name, {}))))
 
 
 def offline_config(
@@ -58,14 +62,12 @@ def offline_config(
 ) -> EngineConfig:
     """Returns the configuration of offline generation: no stream waits for a step."""
     return EngineConfig(
-        model=ModelConfig(model=directory, dtype=dtype, quantization=quantization, batch_invariant=batch_invariant),
+        model=ModelConfig(
+            model=directory, dtype=cast("DType", dtype), quantization=quantization, batch_invariant=batch_invariant
+        ),
         cache=CacheConfig(
             enable_prefix_caching=False, memory_fraction=_SHARE_OF_GPU if torch.cuda.is_available() else None
         ),
         scheduler=SchedulerConfig(target_itl_ms=None),
         speculation=SpeculationConfig(speculative=speculative),
     )
-
-
-if __name__ == "__main__":
-    serve(load)

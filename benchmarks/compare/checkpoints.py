@@ -99,7 +99,8 @@ def write_int8(source: Path, directory: Path) -> None:
         if not name.endswith(_LINEAR):
             tensors[name] = weight
             continue
-        layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        num_rows, num_columns = weight.shape
+        layer = nn.Linear(num_columns, num_rows, bias=False, device="meta")
         layer.weight = nn.Parameter(weight)
         rounded = Int8Linear.of(layer)
         tensors |= {name: rounded.integers, f"{name}_scale": rounded.scale[:, None]}

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from benchmarks.compare.side import serve
-
 _NUM_PAGES = 128  # of 256 tokens
 _MAX_BATCH_TOKENS = 2048
 _NO_TOKEN = -1
@@ -45,15 +43,11 @@ class GenerateBatch:
         return list(tokens.values())
 
     def close(self) -> None:
-        """Ends its thread, for which the process would wait."""
+        """See Generator. Ends its thread, for which the process would wait."""
         self._manager.stop(block=True)
 
 
-def load(directory: str, dtype: str) -> GenerateBatch:
-    """The side with a model."""
+def load(_: str, directory: str, dtype: str, __: str | None) -> GenerateBatch:
+    """Returns the side with a model."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     return GenerateBatch(model.to("cuda" if torch.cuda.is_available() else "cpu").eval())
-
-
-if __name__ == "__main__":
-    serve(load, GenerateBatch.close)

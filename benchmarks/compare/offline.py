@@ -14,6 +14,7 @@ from benchmarks.compare.checkpoints import Checkpoint
 from benchmarks.compare.limits import Limits, Work
 from benchmarks.compare.peers import Side
 from benchmarks.compare.side import Generation
+from benchmarks.harness.figures import in_turn
 
 _CONTEXT, _DECODED = 128, 48
 FIRST_WORD = 3  # tokens below may be special
@@ -109,7 +110,7 @@ def measure_model(
     limits: Limits,
     logs: Path,
 ) -> Iterator[Row]:
-    """Measures of one model, on the sides that have a checkpoint of it. Raises SideError."""
+    """Measures of one model, on the sides that have a checkpoint of it. Raises ChildEndedError."""
     with ExitStack() as stack:
         sides = [
             stack.enter_context(Side(name, checkpoint, logs / f"{name}.log"))
@@ -128,9 +129,8 @@ def _measure(
         source = random.Random(repeat)
         prompts = [measure.prompt(source, vocab_size, measure.prompt_tokens) for _ in range(measure.num_prompts)]
         num_tokens = measure.output_tokens if repeat else min(measure.output_tokens, measure.warm_up_tokens)
-        shift = repeat % len(sides)  # no side is always the first
         generations = {}
-        for side in (*sides[shift:], *sides[:shift]):
+        for side in in_turn(sides, repeat):
             time.sleep(_REST_S)
             generations[side.name] = side.generate(prompts, num_tokens)
         for side in sides:

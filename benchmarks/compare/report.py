@@ -1,15 +1,24 @@
-"""The figures as lines for the terminal, a page of markdown and a plot."""
+"""The figures as a page of markdown and a plot."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from benchmarks.compare.limits import Limits
 from benchmarks.compare.offline import Row
 from benchmarks.compare.serving import ServingRow
+from benchmarks.harness.report import Page, spread
+from benchmarks.harness.report import row as table_row
 
 PEERS = ("vllm", "transformers", "generate_batch", "invariant")
+_WORDS = """\
+`python -m benchmarks.compare`; medians, ranges of the repeats in brackets. A ratio above 1: Baton is ahead.
+The limit is the shortest time in which the machine, as measured in the same run, could read or multiply what
+the work needs. With int8 weights vLLM rounds activations too, which Baton does not: tokens differ by design.
+The limit is that of Baton then, which reads all weights as int8 and multiplies in the type that is named.
+
+![Each side's share of what the machine could do]({drawing})"""
 _TITLES = {
     "baton": "Baton",
     "vllm": "vLLM",
@@ -51,48 +60,54 @@ def share_of_limit(row: Row) -> float:
     return share if row.higher_is_better else 1 / share
 
 
-def format_row(row: Row) -> str:
-    """One line."""
-    peers = [name for name in PEERS if name in row.figures]
-    others = "  ".join(f"{name} {median(row, name):.4g} (x{ahead(row, name):.2f})" for name in peers)
-    same = "" if all(row.same_tokens.values()) else f"  tokens: {_tokens(row)}"
-    return (
-        f"{row.model:<6} {row.precision:<9} {row.measure:<30} {median(row, 'baton'):>9.4g} {row.unit:<9} {others}  "
-        f"{100 * share_of_limit(row):.0f} % of the limit{same}"
-    )
+def offline_columns(names: Sequence[str]) -> str:
+    """Returns the columns of the table of batches."""
+    sides = [_TITLES[name] for name in names]
+    ratios = [f"Baton / {_TITLES[name]}" for name in PEERS if name in names]
+    return " | ".join(["model", "type", "measure", "unit", *sides, *ratios, "of the limit", "same tokens"])
 
 
-def format_serving(row: ServingRow) -> list[str]:
-    """A line for each figure."""
-    lines = []
+def offline_row(row: Row, names: Sequence[str]) -> str:
+    """Returns a line of the table of batches."""
+    figures = [spread(row.figures[name]) if name in row.figures else "" for name in names]
+    ratios = [f"{ahead(row, name):.2f}" if name in row.figures else "" for name in PEERS if name in names]
+    share = f"{100 * share_of_limit(row):.0f} %"
+    return table_row(row.model, row.precision, row.measure, row.unit, *figures, *ratios, share, _tokens(row))
+
+
+def serving_columns(names: Sequence[str]) -> str:
+    """Returns the columns of the table of servers."""
+    return " | ".join(["model | type | load | figure | unit", *(_TITLES[name] for name in names), "Baton / vLLM"])
+
+
+def serving_rows(row: ServingRow) -> Iterator[str]:
+    """Yields a line of the table of servers for each figure."""
     for figure, (title, unit, higher_is_better) in _SERVING.items():
-        medians = {name: statistics.median(each[figure] for each in runs) for name, runs in row.figures.items()}
+        found = {name: [each[figure] for each in runs] for name, runs in row.figures.items()}
+        medians = {name: statistics.median(values) for name, values in found.items()}
         ratio = medians["baton"] / medians["vllm"] if "vllm" in medians else float("nan")
-        lines.append(
-            f"| {row.model} | {row.precision} | {row.load} | {title} | {unit} | "
-            + " | ".join(_spread([each[figure] for each in runs]) for runs in row.figures.values())
-            + f" | {ratio if higher_is_better else 1 / ratio:.2f} |"
-        )
-    return lines
+        better = f"{ratio if higher_is_better else 1 / ratio:.2f}"
+        yield table_row(row.model, row.precision, row.load, title, unit, *map(spread, found.values()), better)
 
 
-def format_speculation(row: Row) -> str:
-    """One line of a table: figures of each side, and ratios of those of the same turn."""
-    cells = [_spread(figures) for figures in row.figures.values()]
-    for pair in _ratios(row):
+def speculation_columns(names: Sequence[str]) -> str:
+    """Returns the columns of the table of speculation."""
+    ratios = [f"{_TITLES[above]} / {_TITLES[below]}" for above, below in _pairs(names)]
+    return " | ".join(["model", "type", "tokens/s", *(_TITLES[name] for name in names), *ratios, "same tokens"])
+
+
+def speculation_row(row: Row) -> str:
+    """Returns a line of the table of speculation: figures of each side, and ratios of those of the same turn."""
+    ratios = []
+    for pair in _pairs(row.figures):
         turns = zip(*(row.figures[name] for name in pair), strict=True)
-        cells.append(_spread([above / below for above, below in turns]))
-    cells.append(_tokens(row))
-    return f"| {row.model} | {row.precision} | {row.measure} | {' | '.join(cells)} |"
+        ratios.append(spread([above / below for above, below in turns]))
+    return table_row(row.model, row.precision, row.measure, *map(spread, row.figures.values()), *ratios, _tokens(row))
 
 
-def _ratios(row: Row) -> list[tuple[str, str]]:
+def _pairs(names: Collection[str]) -> list[tuple[str, str]]:
     pairs = (("baton_ngram", "baton"), ("vllm_ngram", "vllm"), ("baton_ngram", "vllm_ngram"))
-    return [pair for pair in pairs if row.figures.keys() >= set(pair)]
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.4g} [{min(values):.4g}, {max(values):.4g}]"
+    return [(above, below) for above, below in pairs if above in names and below in names]
 
 
 def _tokens(row: Row) -> str:
@@ -105,61 +120,14 @@ def _tokens(row: Row) -> str:
     return f"not {', '.join(different)}" if different else "yes"
 
 
-def format_page(
-    machine: Mapping[str, str],
-    limits: Mapping[str, Limits],
-    names: Sequence[str],
-    rows: Sequence[Row],
-    speculating: Sequence[Row],
-    serving: Sequence[ServingRow],
-    drawing: str,
-) -> str:
-    """The page. `drawing`: the file of the plot, beside it."""
-    peers = [name for name in PEERS if name in names]
-    lines = [
-        "# Baton next to what users would run instead",
-        "",
-        "`python -m benchmarks.compare`; medians, ranges of the repeats in brackets. A ratio above 1: Baton is ahead.",
-        "The limit is the shortest time in which the machine, as measured in the same run, could read or multiply what",
-        "the work needs. With int8 weights vLLM rounds activations too, which Baton does not: tokens differ by design.",
-        "The limit is that of Baton then, which reads all weights as int8 and multiplies in the type that is named.",
-        "",
-        f"![Each side's share of what the machine could do]({drawing})",
-        "",
-        *(f"- {key}: {value}" for key, value in machine.items()),
-        *(
-            f"- {precision}: reads {each.read_bytes_per_s / 1e9:.1f} GB/s, "
-            f"multiplies {each.flops_per_s / 1e9:,.0f} GFLOP/s in {each.dtype}"
-            for precision, each in limits.items()
-        ),
-        "",
-        "| model | type | measure | unit | "
-        + " | ".join(_TITLES[name] for name in names)
-        + " | "
-        + " | ".join(f"Baton / {_TITLES[name]}" for name in peers)
-        + " | of the limit | same tokens |",
-        "|---" * (6 + len(names) + len(peers)) + "|",
-    ]
-    lines += [
-        f"| {row.model} | {row.precision} | {row.measure} | {row.unit} | "
-        + " | ".join(_spread(row.figures[name]) if name in row.figures else "" for name in names)
-        + " | "
-        + " | ".join(f"{ahead(row, name):.2f}" if name in row.figures else "" for name in peers)
-        + f" | {100 * share_of_limit(row):.0f} % | {_tokens(row)} |"
-        for row in rows
-    ]
-    if speculating:
-        columns = [_TITLES[name] for name in speculating[0].figures]
-        columns += [f"{_TITLES[above]} / {_TITLES[below]}" for above, below in _ratios(speculating[0])]
-        lines += ["", "## Speculation", "", f"| model | type | tokens/s | {' | '.join(columns)} | same tokens |"]
-        lines.append("|---" * (4 + len(columns)) + "|")
-        lines += map(format_speculation, speculating)
-    if serving:
-        sides = " | ".join(_TITLES[name] for name in serving[0].figures)
-        lines += ["", "## Serving", "", f"| model | type | load | figure | unit | {sides} | Baton / vLLM |"]
-        lines.append("|---" * (6 + len(serving[0].figures)) + "|")
-        lines += [line for row in serving for line in format_serving(row)]
-    return "\n".join(lines) + "\n"
+def open_page(machine: Mapping[str, str], limits: Mapping[str, Limits], drawing: str) -> Page:
+    """Returns a page without results. `drawing`: the file of the plot, beside it."""
+    facts = {
+        name: f"reads {each.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"multiplies {each.flops_per_s / 1e9:,.0f} GFLOP/s in {each.dtype}"
+        for name, each in limits.items()
+    }
+    return Page("Baton next to what users would run instead", _WORDS.format(drawing=drawing), {**machine, **facts})
 
 
 def plot(rows: Sequence[Row], names: Sequence[str]) -> str:

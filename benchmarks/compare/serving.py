@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.compare.checkpoints import Checkpoint
-from benchmarks.compare.peers import CHECKOUT, SideError, python_of
+from benchmarks.compare.peers import python_of
+from benchmarks.harness.checkouts import ROOT
+from benchmarks.harness.figures import in_turn
+from benchmarks.harness.processes import Child, ChildEndedError, free_port
 
-_READY_S, _RUN_S, _END_S, _POLL_S = 600.0, 900.0, 60.0, 0.5
-_CLI = [sys.executable, "-m", "cli.main"]
+_READY_S, _RUN_S, _POLL_S = 600.0, 900.0, 0.5
+_CLI = ["-m", "cli.main"]
 _FIGURES = ("output_throughput", "median_ttft_ms", "median_itl_ms", "p99_itl_ms")
 
 
@@ -54,30 +55,28 @@ class ServingRow(NamedTuple):
     figures: dict[str, list[dict[str, float]]]  # by side, one for each repeat
 
 
-class Server(AbstractContextManager["Server"]):
-    """A server in processes of its own; its URL once it is ready. Raises SideError."""
+class Server(Child):
+    """A server in processes of its own; its URL once it is ready. Raises ChildEndedError."""
 
     def __init__(self, name: str, checkpoint: Checkpoint, load: Load, log: Path) -> None:
+        port = free_port()
         self.name = name
-        self._log = log
-        port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command, variables = _command(name, checkpoint, load, port)
-        with log.open("w") as sink:
-            self._process = subprocess.Popen(
-                command, stdout=sink, stderr=sink, cwd=CHECKOUT, env={**os.environ, **variables}, start_new_session=True
-            )
+        python = python_of(name)
+        assert python is not None
+        command = _command(name, checkpoint, load, port)
+        super().__init__(
+            *command, python=python.path, variables=python.variables, directory=ROOT, log=log, stdout=subprocess.DEVNULL
+        )
         try:
             self._wait()
-        except SideError:
+        except ChildEndedError:
             self.__exit__()
             raise
 
     def _wait(self) -> None:
         deadline = time.monotonic() + _READY_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise SideError(f"{self.name} has ended:\n{self._log.read_text(errors='replace')[-2000:]}")
+        while time.monotonic() < deadline and not self.has_ended:
             try:
                 with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:  # noqa: S310
                     if any(model.get("max_model_len") for model in json.load(answer)["data"]):
@@ -85,15 +84,7 @@ class Server(AbstractContextManager["Server"]):
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 pass
             time.sleep(_POLL_S)
-        raise SideError(f"{self.name} was not ready after {_READY_S:.0f} s")
-
-    def __exit__(self, *error: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        raise ChildEndedError(f"{self.name} was not ready:\n{self.last_words()}")
 
 
 def measure_serving(
@@ -104,7 +95,7 @@ def measure_serving(
     repeats: int,
     logs: Path,
 ) -> Iterator[ServingRow]:
-    """All loads; servers of one load run side by side and take turns. Raises SideError."""
+    """All loads; servers of one load run side by side and take turns. Raises ChildEndedError."""
     for load in loads:
         with ExitStack() as stack:
             servers = [
@@ -113,7 +104,7 @@ def measure_serving(
             ]
             figures: dict[str, list[dict[str, float]]] = {name: [] for name in checkpoints}
             for repeat in range(repeats):
-                for server in servers[:: -1 if repeat % 2 else 1]:
+                for server in in_turn(servers, repeat):
                     directory = checkpoints[server.name].directory
                     figures[server.name].append(_run(load, server.url, directory, repeat, logs))
         yield ServingRow(model, precision, load.name, figures)
@@ -123,19 +114,16 @@ def _run(load: Load, url: str, directory: Path, seed: int, logs: Path) -> dict[s
     results = logs / "bench.json"
     streams = _bench(url, directory, load.prompt_tokens, load.output_tokens, load.requests, seed)
     streams += ["--max-concurrency", str(load.streams), "--num-warmups", "2", "--json", str(results)]
-    beside = None
-    if load.long_prompts_per_s:
-        long = _bench(url, directory, load.long_prompt_tokens, 1, 10_000, seed + 1)
-        long += ["--request-rate", str(load.long_prompts_per_s), "--burstiness", "1e6"]
-        beside = subprocess.Popen(long, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=CHECKOUT)
-    try:
-        done = subprocess.run(streams, capture_output=True, text=True, check=False, timeout=_RUN_S, cwd=CHECKOUT)
-    finally:
-        if beside is not None:
-            beside.terminate()
-            beside.wait(_END_S)
+    with ExitStack() as stack:
+        if load.long_prompts_per_s:
+            long = _bench(url, directory, load.long_prompt_tokens, 1, 10_000, seed + 1)
+            long += ["--request-rate", str(load.long_prompts_per_s), "--burstiness", "1e6"]
+            stack.enter_context(Child(*long, directory=ROOT, log=logs / "beside.log", stdout=subprocess.DEVNULL))
+        done = subprocess.run(
+            [sys.executable, *streams], capture_output=True, text=True, check=False, timeout=_RUN_S, cwd=ROOT
+        )
     if done.returncode:
-        raise SideError(f"{' '.join(streams)}\n{done.stdout}{done.stderr}")
+        raise ChildEndedError(f"{' '.join(streams)}\n{done.stdout}{done.stderr}")
     found: dict[str, Any] = json.loads(results.read_text())
     return {name: float(found[name]) for name in _FIGURES}
 
@@ -147,7 +135,7 @@ def _bench(url: str, directory: Path, prompt_tokens: int, output_tokens: int, re
     ]  # fmt: skip
 
 
-def _command(name: str, checkpoint: Checkpoint, load: Load, port: int) -> tuple[list[str], dict[str, str]]:
+def _command(name: str, checkpoint: Checkpoint, load: Load, port: int) -> list[str]:
     directory, dtype, quantization = checkpoint
     if name == "baton":
         prefill, _, decode = load.pods.partition(":")
@@ -155,17 +143,8 @@ def _command(name: str, checkpoint: Checkpoint, load: Load, port: int) -> tuple[
             *_CLI, "up", str(directory), "--dtype", dtype, "--prefill", prefill, "--decode", decode,
             "--port", str(port), "--grpc-port", "0", "--log-level", "warning", *load.options,
             *(["--quantization", quantization] if quantization else []),
-        ], {}  # fmt: skip
-    python = python_of(name)
-    assert python is not None
+        ]  # fmt: skip
     return [
-        python.path, "-m", "vllm.entrypoints.cli.main", "serve", str(directory), "--dtype", dtype,
+        "-m", "vllm.entrypoints.cli.main", "serve", str(directory), "--dtype", dtype,
         "--max-model-len", "4096", "--port", str(port), "--host", "127.0.0.1",
-    ], dict(python.variables)  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    ]  # fmt: skip

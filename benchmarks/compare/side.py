@@ -1,18 +1,30 @@
-"""Sides of a comparison: one process each, which loads a model once and answers orders, one line of JSON each.
+"""One of the sides in a process of its own: `python -m benchmarks.compare.side NAME DIRECTORY DTYPE [QUANTIZATION]`.
 
-The processes live side by side and take turns; one without an order waits for the next line and computes nothing. This
-module needs the standard library only, as a side may run in a Python environment of its own.
+It loads a model once and answers orders, one line of JSON each. The processes live side by side and take turns; one
+without an order waits for the next line and computes nothing. This module needs the standard library only, as a side
+may run in a Python environment of its own.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
+
+_MODULES = {
+    "baton": "baton_side",
+    "baton_ngram": "baton_side",
+    "invariant": "baton_side",
+    "vllm": "vllm_side",
+    "vllm_ngram": "vllm_side",
+    "transformers": "transformers_side",
+    "generate_batch": "generate_batch_side",
+}
 
 
 class Generation(NamedTuple):
@@ -32,23 +44,22 @@ class Generator(Protocol):
         """Returns `num_tokens` greedy tokens after each prompt, ends of sequence ignored. Calls `on_step` after each
         step with the number of tokens that every prompt has by then."""
 
+    def close(self) -> None:
+        """Ends what it has started."""
 
-_Side = TypeVar("_Side", bound=Generator)
 
-
-def serve(load: Callable[..., _Side], close: Callable[[_Side], None] = lambda _: None) -> None:
-    """Runs a side until its input ends, or it fails, and closes it; `load` gets the command's arguments: directory,
-    dtype and, if the side is to quantise the model, how."""
+def serve(load: Callable[..., Generator]) -> None:
+    """Runs a side until its input ends, or it fails, and closes it; `load` gets the command's arguments."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     side = load(*sys.argv[1:])
-    print(json.dumps({"ready": True}), file=answers)
+    print("ready", file=answers)
     try:
         for line in sys.stdin:
-            order = json.loads(line)
-            print(json.dumps(timed(side, order["prompts"], order["num_tokens"])._asdict()), file=answers)
+            prompts, num_tokens = json.loads(line)
+            print(json.dumps(timed(side, prompts, num_tokens)._asdict()), file=answers)
     finally:
-        close(side)
+        side.close()
 
 
 def timed(side: Generator, prompts: Sequence[Sequence[int]], num_tokens: int) -> Generation:
@@ -62,3 +73,14 @@ def timed(side: Generator, prompts: Sequence[Sequence[int]], num_tokens: int) ->
     tokens = side.generate(prompts, num_tokens, note)
     gaps = [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(stamps)]
     return Generation(tokens, stamps[-1] - started, gaps)
+
+
+def _load(name: str, directory: str, dtype: str, quantization: str | None = None) -> Generator:
+    side: Generator = importlib.import_module(f"benchmarks.compare.{_MODULES[name]}").load(
+        name, directory, dtype, quantization
+    )
+    return side
+
+
+if __name__ == "__main__":
+    serve(_load)

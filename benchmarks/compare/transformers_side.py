@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.compare.side import serve
-
 
 class Transformers:
     """See Generator."""
@@ -34,8 +32,11 @@ class Transformers:
         tokens: list[list[int]] = output[:, prompt_ids.shape[1] :].tolist()
         return tokens
 
+    def close(self) -> None:
+        """See Generator."""
 
-class _StepWatch(StoppingCriteria):
+
+class _StepWatch(StoppingCriteria):  # type: ignore[misc]  # no types
     """Never stops; reports each step."""
 
     def __init__(self, num_prompt_tokens: int, on_step: Callable[[int], None]) -> None:
@@ -47,11 +48,7 @@ class _StepWatch(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def load(directory: str, dtype: str) -> Transformers:
-    """The side with a model."""
+def load(_: str, directory: str, dtype: str, __: str | None) -> Transformers:
+    """Returns the side with a model."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     return Transformers(model.to("cuda" if torch.cuda.is_available() else "cpu").eval())
-
-
-if __name__ == "__main__":
-    serve(load)

@@ -11,9 +11,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 import torch
 from vllm import LLM, SamplingParams
 
-from benchmarks.compare.side import serve
-
 _SHARE_OF_GPU = 0.4  # model included: the sides share one device
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}  # as Baton's
 
 
 class Vllm:
@@ -49,6 +48,10 @@ class Vllm:
             on_step(min(map(len, tokens.values())))
         return list(tokens.values())
 
+    def close(self) -> None:
+        """See Generator."""
 
-if __name__ == "__main__":
-    serve(Vllm)
+
+def load(name: str, directory: str, dtype: str, _: str | None) -> Vllm:
+    """Returns the side of this name with a model."""
+    return Vllm(directory, dtype, **({"speculative_config": _NGRAM} if name == "vllm_ngram" else {}))

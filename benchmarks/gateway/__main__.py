@@ -20,17 +20,16 @@ other. Run it on a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.gateway.measure import SEEN, UNSEEN, Plan, Router, measure
-from benchmarks.gateway.report import format_page, format_tables, verdicts
-from benchmarks.page import describe_machine, format_verdict
+from benchmarks.gateway.report import make_page
+from benchmarks.harness.checkouts import checkout_of
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.report import SERVING_PACKAGES, describe_machine
 from benchmarks.router.measure import StreamLoad
-from benchmarks.router.report import PACKAGES
 
 FULL = Plan(
     repeats=7, concurrency=16, num_answers=1_000, fast=StreamLoad(64, 500, 0.0), paced=StreamLoad(64, 150, 0.02)
@@ -42,17 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     args = _parser().parse_args(argv)
     plan = QUICK if args.quick else replace(FULL, repeats=args.repeats)
-    machine = describe_machine(*PACKAGES)
+    machine = describe_machine(*SERVING_PACKAGES)
     now, before = _sides(args)
     results = measure(plan, now, before, lambda line: print(line, file=sys.stderr))
-    found = verdicts(results, is_bounded=not args.workers)
-    print(format_tables(results, found))
-    print("\n".join(map(format_verdict, found)))
-    if args.json:
-        figures = {"machine": machine, "now": results.now, "before": results.before}
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if args.markdown:
-        args.markdown.write_text(format_page(machine, plan, results, found, args.note))
+    make_page(machine, plan, results, is_bounded=not args.workers).write(args.markdown)
     return 0
 
 
@@ -65,26 +57,12 @@ def _sides(args: argparse.Namespace) -> tuple[Router, Router | None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.gateway", __doc__, repeats=FULL.repeats, has_quick=True)
     beside = parser.add_mutually_exclusive_group()
-    beside.add_argument("--before", type=_checkout, metavar="DIR", help="an older checkout, to compare with")
+    beside.add_argument("--before", type=checkout_of, metavar="DIR", help="an older checkout, to compare with")
     beside.add_argument("--timelines", action="store_true", help="what timelines and access log cost")
     beside.add_argument("--workers", type=int, metavar="N", help="what N processes of a router cost")
-    parser.add_argument("--repeats", type=int, default=FULL.repeats)
-    parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
-    parser.add_argument("--note", default="", help="a remark for the page of markdown")
     return parser
-
-
-def _checkout(text: str) -> Path:
-    path = Path(text).resolve()
-    if not (path / "router" / "__main__.py").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no checkout of Baton")
-    return path
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@ case, so that what else the machine does is the same for both. Both are restarte
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.gateway.workload import SETUPS, Case, Setup
+from benchmarks.harness.checkouts import BEFORE, HERE, NOW, Checkout
+from benchmarks.harness.figures import in_turn, medians, ratio
+from benchmarks.harness.processes import Child, ChildEndedError, OrderError
 from benchmarks.router.measure import StreamLoad
 from benchmarks.router.pace import HOLD
-from benchmarks.router.processes import Child, ChildEndedError, OrderError
 from benchmarks.router.systems import System, baton
 
 _WARM_UP = 50
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 class Router(NamedTuple):
     """Which router is measured."""
 
-    checkout: Path | None = None  # None: this one
+    checkout: Checkout = HERE
     options: tuple[str, ...] = ()
 
 
@@ -61,23 +61,18 @@ class Results:
     @property
     def medians(self) -> dict[str, Cost]:
         """Medians of this checkout."""
-        return {name: _median(costs) for name, costs in self.now.items()}
+        return {name: Cost(*medians(costs)) for name, costs in self.now.items()}
 
     @property
     def medians_before(self) -> dict[str, Cost]:
         """Medians of the older one."""
-        return {name: _median(costs) for name, costs in self.before.items()}
+        return {name: Cost(*medians(costs)) for name, costs in self.before.items()}
 
     @property
     def ratios(self) -> dict[str, Cost]:
         """Medians of now / before, each of two that were taken one after the other; not seconds."""
         return {
-            name: _median(
-                [
-                    Cost(*(new / old for new, old in zip(now, before, strict=True)))
-                    for now, before in zip(self.now[name], costs, strict=True)
-                ]
-            )
+            name: Cost(*map(ratio, zip(*self.now[name], strict=True), zip(*costs, strict=True)))
             for name, costs in self.before.items()
         }
 
@@ -87,23 +82,23 @@ def measure(plan: Plan, now: Router, before: Router | None, on_figure: Callable[
     results = Results()
     for repeat in range(plan.repeats):
         for setup in SETUPS:
-            with Child("benchmarks.gateway.load") as load, ExitStack() as stack:
+            with Child("-m", "benchmarks.router.load") as load, ExitStack() as stack:
                 load.read_line()
-                sides = [(results.now, stack.enter_context(_start(setup, now)))]
+                sides = {NOW: stack.enter_context(_start(setup, now))}
                 if before is not None and (older := _start_older(setup, before, stack)) is not None:
-                    sides.append((results.before, older))
+                    sides[BEFORE] = older
                 for case in setup.cases:
-                    for table, system in sides if repeat % 2 == 0 else reversed(sides):
-                        if table is results.before and not _has(system, load, case):
+                    for side, system in in_turn(sides.items(), repeat):
+                        if side == BEFORE and not _has(system, load, case):
                             continue
-                        table[case.name].append(_cost(plan, system, load, case))
-                        which = "now" if table is results.now else "before"
-                        on_figure(f"{case.name}, {which}: {table[case.name][-1]}")
+                        costs = (results.now if side == NOW else results.before)[case.name]
+                        costs.append(_cost(plan, system, load, case))
+                        on_figure(f"{case.name}, {side}: {costs[-1]}")
     return results
 
 
 def _start(setup: Setup, router: Router) -> AbstractContextManager[System]:
-    return baton(directory=router.checkout, options=[*setup.options, *router.options], answer=setup.answer)
+    return baton(checkout=router.checkout, options=[*setup.options, *router.options], answer=setup.answer)
 
 
 def _start_older(setup: Setup, router: Router, stack: ExitStack) -> System | None:
@@ -133,7 +128,7 @@ def _cost(plan: Plan, system: System, load: Child, case: Case) -> Cost:
 
 def _token_s(system: System, load: Child, case: Case, streams: StreamLoad) -> float:
     system.set_pace(HOLD)
-    _open(system, load, case, streams.num_streams, streams.num_tokens)
+    _open(system, load, case, streams)
     cpu_s = system.router.cpu_s
     system.set_pace(str(streams.step_s))
     load.ask("finish")
@@ -149,12 +144,8 @@ def _ask_answers(system: System, load: Child, case: Case, concurrency: int, coun
         load.ask("answers", system.address, concurrency, count, case.call)
 
 
-def _open(system: System, load: Child, case: Case, num_streams: int, num_tokens: int) -> None:
+def _open(system: System, load: Child, case: Case, streams: StreamLoad) -> None:
     if case.call is None:
-        load.ask("grpc_open", system.grpc_address, num_streams, num_tokens)
+        load.ask("grpc_open", system.grpc_address, streams.num_streams, streams.num_tokens)
     else:
-        load.ask("open", system.address, num_streams, num_tokens, case.call)
-
-
-def _median(costs: Sequence[Cost]) -> Cost:
-    return Cost(*(statistics.median(column) for column in zip(*costs, strict=True)))
+        load.ask("open", system.address, streams.num_streams, streams.num_tokens, case.call)

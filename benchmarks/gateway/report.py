@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from benchmarks.gateway.measure import Cost, Plan, Results
-from benchmarks.page import Verdict
+from benchmarks.harness.report import Page, Verdict, table, verdict_table
 
 MAX_REQUEST_S = 1.5e-3
 MAX_TOKEN_S = 60e-6
@@ -26,41 +26,23 @@ def verdicts(results: Results, *, is_bounded: bool = True) -> list[Verdict]:
     return found
 
 
-def format_tables(results: Results, found: Sequence[Verdict]) -> str:
-    """All tables, in markdown."""
-    lines = ["## Targets", "", "| target | measured | |", "|---|---|---|"]
-    lines += [f"| {each.target} | {each.measured} | {'pass' if each.is_met else '**FAIL**'} |" for each in found]
-    return "\n".join([*lines, "", "## Costs", "", *_costs(results), ""])
-
-
-def format_page(machine: Mapping[str, str], plan: Plan, results: Results, found: Sequence[Verdict], note: str) -> str:
-    """The page that a run writes."""
+def make_page(machine: Mapping[str, str], plan: Plan, results: Results, *, is_bounded: bool = True) -> Page:
+    """Prints the tables, and returns the page with them. `is_bounded`: see `verdicts`."""
     fast, paced = plan.fast, plan.paced
     answers = f"{plan.num_answers:,} answers of one token, {plan.concurrency} at a time"
     streams = f"{fast.num_streams} streams of {fast.num_tokens} tokens, as fast as they come"
     with_rate = f"{paced.num_streams} of {paced.num_tokens}, one each {paced.step_s * 1e3:g} ms"
-    lines = [
-        "# What each API of the gateway costs",
-        "",
-        "`python -m benchmarks.gateway`, whose help says what is measured. Processor time of the router.",
-        "",
-        f"Medians of {plan.repeats} repeats, each of {answers}, of {streams}, and of {with_rate}.",
-        "",
-        *(f"- {name}: {value}" for name, value in machine.items()),
-    ]
-    lines += ["", note] if note else []
-    return "\n".join([*lines, "", format_tables(results, found)])
-
-
-def _costs(results: Results) -> list[str]:
+    words = "`python -m benchmarks.gateway`, whose help says what is measured. Processor time of the router.\n\n"
+    words += f"Medians of {plan.repeats} repeats, each of {answers}, of {streams}, and of {with_rate}."
+    page = Page("What each API of the gateway costs", words, machine)
+    page.add("", *verdict_table(verdicts(results, is_bounded=is_bounded)))
+    page.section("Costs")
     kinds = ("ms per request", "us per streamed token", "us per token with a rate")
-    columns = ["requests", *(column for kind in kinds for column in (kind, "before", "difference"))]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = " | ".join(["requests", *(f"{kind} | before | difference" for kind in kinds)])
     before, ratios = results.medians_before, results.ratios
-    for name, cost in results.medians.items():
-        cells = _cells(cost, before.get(name), ratios.get(name))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    rows = ((name, *_cells(cost, before.get(name), ratios.get(name))) for name, cost in results.medians.items())
+    page.add(*table(columns, rows))
+    return page
 
 
 def _cells(now: Cost, before: Cost | None, ratio: Cost | None) -> Iterator[str]:

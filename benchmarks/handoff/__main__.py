@@ -1,6 +1,6 @@
 """How little prompts disturb streams, and what a handoff costs a stream, seen by a client.
 
-    python -m benchmarks.handoff [--before DIR] [--markdown FILE] [--rows 1,2,3,4,5,6] [--quick]
+    python -m benchmarks.handoff [--before DIR] [--markdown FILE] [--rows 1,2,3,4,5] [--quick]
 
 With --before, an older checkout of Baton is measured as well: its clusters, started with its own code and this Python,
 take turns with ours, with the same model and the same load. The model has 100M random parameters. Pods have their
@@ -16,7 +16,8 @@ keep them.
     4   Time to first token of 8 prompts of 512 tokens at once on one prefill pod that has just begun another; ours also
         with target_itl_ms null, where a step is as large as its budget.
     5   Gap between tokens of streams on one pod that has all cores, next to the step of the same model offline.
-    6   The scheduler alone: schedule and update of a decode step of 256 requests.
+
+The scheduler alone is measured by `python -m benchmarks.steps`.
 
 Figures are medians of all turns unless they are named otherwise; the p99 of fewer than 100 samples is the worst.
 """
@@ -24,19 +25,19 @@ Figures are medians of all turns unless they are named otherwise; the p99 of few
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.handoff.measure import AFTER, BEFORE, ROWS, Benchmark, Plan, as_json
-from benchmarks.handoff.model import demo_model, make_model
+from benchmarks.handoff.measure import ROWS, Benchmark, Plan
 from benchmarks.handoff.plot import draw
-from benchmarks.handoff.report import format_figure, format_page, report
-from benchmarks.handoff.sides import ROOT, Side
-from benchmarks.page import describe_torch_machine
+from benchmarks.handoff.report import make_page
+from benchmarks.harness.checkouts import sides_of
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.models import demo_model, make_served_model
+from benchmarks.harness.report import describe_torch_machine
 
 CONNECTORS = ("shared-storage", "redis", "nixl")
 FULL = Plan(turns=2, connectors=CONNECTORS, steps_s=(0.25, 0.5, 1.0, 2.0), seconds=10.0, min_samples=5)
@@ -47,54 +48,34 @@ QUICK = Plan(
     seconds=0.5,
     min_samples=2,
     handed_over=(64, 8),
-    colocated=(32, 32),
+    colocated=(32, 64),
     long_prompt=128,
     interval_s=0.3,
     beside_s=0.6,
     decoding=(16, 8),
     batches=(1, 2),
-    num_running=16,
-    num_scheduler_steps=10,
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
-    args = _parser().parse_args(argv)
+    parser = make_parser("benchmarks.handoff", __doc__, has_quick=True, has_before=True)
+    parser.add_argument("--rows", type=_rows, default=ROWS, help="which figures; default: all")
+    args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clusters are stopped
-    sides = [Side(AFTER, ROOT)]
-    if args.before is not None:
-        sides.insert(0, Side(BEFORE, _checkout(args.before)))
+    sides = sides_of(args.before)
     machine = describe_torch_machine() | {side.name: side.commit for side in sides}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as directory:
         scratch = Path(directory)
-        model = demo_model() if args.quick else make_model(scratch)
+        model = demo_model() if args.quick else make_served_model(scratch)
         plan = QUICK if args.quick else FULL
         results = Benchmark(plan, sides, model, scratch, lambda line: print(line, file=sys.stderr)).run(args.rows)
-    figures = report(results)
-    print("\n".join(map(format_figure, figures)))
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine, **as_json(results)}, indent=2) + "\n")
-    if args.markdown:
-        plot = draw(results)
-        picture = args.markdown.with_suffix(".svg")
-        if plot:
-            picture.write_text(plot)
-        args.markdown.write_text(format_page(machine, results, figures, args.note, picture.name if plot else None))
+    plot = draw(results)
+    picture = args.markdown.with_suffix(".svg") if args.markdown and plot else None
+    if picture and plot:
+        picture.write_text(plot)
+    make_page(machine, results, picture and picture.name).write(args.markdown)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.handoff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--before", type=Path, metavar="DIR", help="checkout of an older Baton to be compared with")
-    parser.add_argument("--rows", type=_rows, default=ROWS, help="which figures; default: all")
-    parser.add_argument("--quick", action="store_true", help="little, with the demo model, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write all samples here")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here, and the plot beside them as SVG")
-    parser.add_argument("--note", default="", help="a remark for the page of markdown")
-    return parser
 
 
 def _rows(text: str) -> tuple[int, ...]:
@@ -102,12 +83,6 @@ def _rows(text: str) -> tuple[int, ...]:
     if not {*rows} <= {*ROWS}:
         raise argparse.ArgumentTypeError(f"{text} is not a list of rows from {ROWS[0]} to {ROWS[-1]}")
     return rows
-
-
-def _checkout(directory: Path) -> Path:
-    if not (directory / "deploy" / "local_cluster.py").is_file():
-        raise SystemExit(f"--before: {directory} is not a checkout of Baton")
-    return directory.resolve()
 
 
 if __name__ == "__main__":

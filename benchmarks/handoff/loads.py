@@ -6,12 +6,10 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.handoff.client import Client, Generation
+from benchmarks.harness.client import Client, Generation, in_background
 
 PROBE_TOKENS = 64  # prompt of a stream whose handoff is measured
 _PROBE_OUTPUT_TOKENS = 8
@@ -69,7 +67,7 @@ async def handoffs(client: Client, *, step_tokens: int, step_s: float, seconds: 
 
     streams: list[Generation] = []
     # One prompt waits whenever another is computed. The pause keeps the two from getting into one step.
-    async with _in_background(occupy(0.0), occupy(step_s / 2)):
+    async with in_background(occupy(0.0), occupy(step_s / 2)):
         await asyncio.sleep(2 * step_s)
         until = time.perf_counter() + seconds
         while len(streams) < min_samples or time.perf_counter() < until:
@@ -105,13 +103,13 @@ async def beside_prompts(
     `interval_s`."""
     least = [(await client.complete(least_prompt_tokens, 1)).ttft_s for _ in range(_CALIBRATION_REPEATS)]
     alone = await client.complete_at_once(num_streams, num_prompt_tokens, num_tokens // 8)
-    streams = [await client.send(num_prompt_tokens, num_tokens) for _ in range(num_streams)]
+    streams = [client.send(num_prompt_tokens, num_tokens) for _ in range(num_streams)]
 
     async def go_on(generation: Generation) -> None:
         while True:
             with generation:
                 await generation.finish()
-            generation = await client.send(num_prompt_tokens, num_tokens)
+            generation = client.send(num_prompt_tokens, num_tokens)
             streams.append(generation)
 
     async def disturb() -> None:
@@ -120,10 +118,10 @@ async def beside_prompts(
                 prompts.create_task(client.complete(long_prompt_tokens, 1))
                 await asyncio.sleep(interval_s)
 
-    async with _in_background(*map(go_on, streams)):
+    async with in_background(*map(go_on, streams)):
         await asyncio.gather(*(generation.begin() for generation in streams))
         started = time.perf_counter()
-        async with _in_background(disturb()):
+        async with in_background(disturb()):
             await asyncio.sleep(seconds)
         ended = time.perf_counter()
     return Beside(
@@ -137,7 +135,7 @@ async def beside_prompts(
 async def prompts_at_once(client: Client, *, num_prompts: int, num_prompt_tokens: int) -> AtOnce:
     """First tokens of prompts that come at the same time, while the pod computes one that came just before: else the
     first of them would be alone in a step."""
-    with await client.send(num_prompt_tokens // 2, 1) as before:
+    with client.send(num_prompt_tokens // 2, 1) as before:
         answers = await client.complete_at_once(num_prompts, num_prompt_tokens, 1)
     took = max(answer.token_times[-1] for answer in answers) - before.sent_at
     return AtOnce([answer.ttft_s for answer in answers], (num_prompts + 0.5) * num_prompt_tokens / took)
@@ -157,13 +155,3 @@ def _steady_gaps(streams: Sequence[Generation]) -> list[float]:
 def _gaps_within(stream: Generation, started: float, ended: float) -> list[float]:
     """Gaps that ended between the two times."""
     return [later - earlier for earlier, later in itertools.pairwise(stream.token_times) if started < later <= ended]
-
-
-@asynccontextmanager
-async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs endless `work` beside the body and ends it after; its failure is raised in the body's place."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in work]
-        yield
-        for task in tasks:
-            task.cancel()

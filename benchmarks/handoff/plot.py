@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.handoff.measure import BEFORE, Results
+from benchmarks.handoff.measure import Results
+from benchmarks.harness.checkouts import BEFORE
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 20, 50

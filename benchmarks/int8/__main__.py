@@ -12,36 +12,32 @@ memory    of a process that loads the model of 100M parameters, beyond what it h
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from benchmarks.engine import make_100m_model
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.models import make_random_model
+from benchmarks.harness.report import Page, describe_torch_machine, row, spread, table
 from benchmarks.int8.quality import Quality, Weights, held_out_texts, measure_quality, tokenize
-from benchmarks.int8.speed import Memory, Speed, measure_memory, measure_speed
-from benchmarks.page import describe_torch_machine
+from benchmarks.int8.speed import measure_memory, measure_speed
 from common.demo_model import demo_model_path
 
 KINDS = [Weights("float32"), Weights("bfloat16"), Weights("float32", "int8"), Weights("bfloat16", "int8")]
 _NUM_DOCUMENTS = 400
 _MAX_TOKENS = 512  # of a document
+_QUALITY = "weights | perplexity | of float32's | same best token | same 32 tokens | mean logit difference | largest"
 
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.int8", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.int8", __doc__, repeats=7)
     parser.add_argument("--model", type=Path, help="quality of this model instead of the demo model, and no speed")
     parser.add_argument("--text", type=Path, help="held-out text for --model")
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, help="default: torch's")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
     args = parser.parse_args()
     if (args.model is None) != (args.text is None):
         parser.error("--model and --text come together")
@@ -50,47 +46,27 @@ def main() -> int:
     model = args.model or Path(demo_model_path())
     texts = args.text.read_text().split("\n\n") if args.text else held_out_texts(_NUM_DOCUMENTS)
     tokens = tokenize(model, texts, _MAX_TOKENS)
-    lines = _quality_table(list(measure_quality(model, tokens, KINDS)), tokens)
+    page = Page("int8 weights", "`python -m benchmarks.int8`.", describe_torch_machine())
+    page.add("", f"{sum(map(len, tokens)):,} tokens in {len(tokens)} texts.", "", *table(_QUALITY))
+    for quality in measure_quality(model, tokens, KINDS):
+        page.add(row(*_cells(quality)))
     if args.model is None:
         with tempfile.TemporaryDirectory() as scratch:
-            directory = make_100m_model(Path(scratch))
+            directory = make_random_model(Path(scratch), "100M")
             memory = [measure_memory(directory, weights) for weights in KINDS]
-            lines += ["", *_speed_table(list(measure_speed(directory, KINDS, args.repeats)), memory)]
-    print("\n".join(lines))
-    if args.markdown:
-        machine = [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
-        page = ["# int8 weights", "", "`python -m benchmarks.int8`.", "", *machine, "", *lines]
-        args.markdown.write_text("\n".join(page) + "\n")
+            page.add("", *table(" | ".join(["100M parameters", *(weights.name for weights in KINDS)])))
+            for speed in measure_speed(directory, KINDS, args.repeats):
+                page.add(row(f"{speed.step}, ms", *(spread(each, ".2f") for each in speed.milliseconds)))
+        page.add(row("memory, MiB", *(f"{each.kept_mib:.0f}" for each in memory)))
+        page.add(row("most while loading, MiB", *(f"{each.peak_mib:.0f}" for each in memory)))
+    page.write(args.markdown)
     return 0
 
 
-def _quality_table(rows: Sequence[Quality], texts: Sequence[Sequence[int]]) -> list[str]:
-    return [
-        f"{sum(map(len, texts)):,} tokens in {len(texts)} texts.",
-        "",
-        "| weights | perplexity | of float32's | same best token | same 32 tokens | mean logit difference | largest |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {row.weights.name} | {row.perplexity:.4f} | {row.perplexity_ratio:.4f} | {row.same_best_token:.2%} | "
-            f"{row.same_continuation:.0%} | {row.mean_difference:.4f} | {row.max_difference:.2f} |"
-            for row in rows
-        ),
-    ]
-
-
-def _speed_table(rows: Sequence[Speed], memory: Sequence[Memory]) -> list[str]:
-    names = [weights.name for weights in KINDS]
-    return [
-        f"| 100M parameters | {' | '.join(names)} |",
-        "|---|" + "---|" * len(names),
-        *(f"| {row.step}, ms | {' | '.join(map(_with_range, row.milliseconds))} |" for row in rows),
-        f"| memory, MiB | {' | '.join(f'{each.kept_mib:.0f}' for each in memory)} |",
-        f"| most while loading, MiB | {' | '.join(f'{each.peak_mib:.0f}' for each in memory)} |",
-    ]
-
-
-def _with_range(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+def _cells(quality: Quality) -> Iterator[str]:
+    yield from (quality.weights.name, f"{quality.perplexity:.4f}", f"{quality.perplexity_ratio:.4f}")
+    yield from (f"{quality.same_best_token:.2%}", f"{quality.same_continuation:.0%}")
+    yield from (f"{quality.mean_difference:.4f}", f"{quality.max_difference:.2f}")
 
 
 if __name__ == "__main__":

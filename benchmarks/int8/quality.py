@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from tokenizers import Tokenizer
 
 from common.engine.config import DType, ModelConfig
-from common.engine.devices.attention import AttentionMetadata
+from common.engine.devices.attention import AttentionMetadata, ProjectionAttention
 from common.engine.llm import LLM
 from common.engine.model.loader import LoadedModel, load_model
 from common.types import SamplingParams
@@ -99,7 +99,7 @@ def _logits(loaded: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     num_tokens = len(tokens)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     kv_cache = torch.zeros((1 + num_blocks, *loaded.kv_spec.block_shape(_BLOCK_SIZE)), dtype=loaded.kv_spec.dtype)
-    attention = loaded.device.attention(kv_cache, loaded.kernels)
+    attention = cast("ProjectionAttention", loaded.device.attention(kv_cache, loaded.kernels))  # as it is fused
     positions = torch.arange(num_tokens)
     batch = AttentionMetadata(
         num_decodes=0,

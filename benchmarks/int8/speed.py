@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -24,11 +23,6 @@ class Speed(NamedTuple):
 
     step: str
     milliseconds: list[list[float]]
-
-    @property
-    def medians(self) -> list[float]:
-        """Medians of each kind of weights."""
-        return [statistics.median(each) for each in self.milliseconds]
 
 
 def measure_speed(model: Path, kinds: Sequence[Weights], repeats: int) -> Iterator[Speed]:

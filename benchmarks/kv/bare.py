@@ -66,7 +66,7 @@ def open_bare(setup: Setup, slabs: Slabs) -> dict[Mode, BareMedium]:
     """The media to compare the connector that `setup` names with."""
     memcpy = SharedMemory(Path(setup.scratch, "memcpy"), slabs)
     if setup.connector == "nixl":
-        return {"bare": RawNixl(slabs, is_stock=setup.is_stock), "memcpy": memcpy}
+        return {"bare": RawNixl(slabs), "memcpy": memcpy}
     store: _Threaded
     if setup.connector == "redis":
         store = RedisStrings(str(setup.options["url"]), slabs)
@@ -187,7 +187,7 @@ def _divide(move: Move) -> list[Move]:
 class RawNixl:
     """One agent with the KV cache registered."""
 
-    def __init__(self, slabs: Slabs, *, is_stock: bool) -> None:
+    def __init__(self, slabs: Slabs) -> None:
         import nixl._bindings as nixl
 
         self._nixl: Any = nixl
@@ -195,7 +195,7 @@ class RawNixl:
         self._name = f"bare-{os.getpid()}"
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
-        config.pthrDelay = 0 if is_stock else _PROGRESS_DELAY_US
+        config.pthrDelay = _PROGRESS_DELAY_US
         self._agent: Any = nixl.nixlAgent(self._name, config)
         self._agent.createBackend("UCX", {})
         base, size = slabs.ctypes.data, slabs.nbytes

@@ -1,4 +1,4 @@
-"""Handoffs between engines cut into ranks: `python -m benchmarks.kv.degrees`.
+"""Handoffs between engines cut into ranks, for `benchmarks.parallel`.
 
 Each rank is a process with its KV heads and its part of the connector, as in an engine of several ranks; the drivers of
 both engines are in this process. A handoff begins when the forward has ended, and is over when all blocks are verified.
@@ -7,7 +7,6 @@ Several pairs of degrees are measured in turn, and hand over the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import os
@@ -56,17 +55,12 @@ class DegreeHandoffs:
         return statistics.median(self.seconds)
 
 
-def measure_degrees(
-    connector: str = "nixl",
-    degrees: Sequence[tuple[int, int]] = DEGREES,
-    num_blocks: int = 32,
-    repeats: int = 10,
-) -> list[DegreeHandoffs]:
+def measure_degrees(connector: str, repeats: int, num_blocks: int = 32) -> list[DegreeHandoffs]:
     """Measures handoffs of this many blocks between pairs of engines, in turn."""
     with ExitStack() as stack:
         path = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir="/dev/shm"))
         medium = stack.enter_context(open_medium(connector, Path(path)))
-        sizes = {size for pair in degrees for size in pair}
+        sizes = {size for pair in DEGREES for size in pair}
         producers, consumers = (
             {
                 size: stack.enter_context(_open_engine(connector, dict(medium.options), size, num_blocks + 1))
@@ -74,7 +68,7 @@ def measure_degrees(
             }
             for _ in range(2)
         )
-        results = [DegreeHandoffs(*pair, num_blocks * BLOCK_BYTES, []) for pair in degrees]
+        results = [DegreeHandoffs(*pair, num_blocks * BLOCK_BYTES, []) for pair in DEGREES]
         for repeat in range(repeats + 1):
             for number, result in enumerate(results):
                 seed = repeat * len(results) + number
@@ -213,26 +207,3 @@ class _Rank:
 def create_rank(config: EngineConfig, rank: int, rendezvous: str) -> _Rank:
     """A RankWorkerFactory."""
     return _Rank(config, rank)
-
-
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv.degrees", description=__doc__)
-    parser.add_argument("--connectors", default="nixl,shared-storage", help="of nixl,shared-storage,redis")
-    parser.add_argument("--blocks", type=int, default=32, help=f"of a handoff, of {BLOCK_BYTES >> 10} KiB each")
-    parser.add_argument("--repeats", type=int, default=10)
-    args = parser.parse_args()
-    for connector in args.connectors.split(","):
-        results = measure_degrees(connector, num_blocks=args.blocks, repeats=args.repeats)
-        for result in results:
-            ratio = statistics.median(
-                own / first for own, first in zip(result.seconds, results[0].seconds, strict=True)
-            )
-            print(
-                f"{connector} {result.num_producer_ranks} -> {result.num_consumer_ranks}: "
-                f"{1e3 * result.median_s:.1f} ms, {result.num_bytes / result.median_s / 1e9:.2f} GB/s, {ratio:.2f}"
-            )
-
-
-if __name__ == "__main__":
-    main()

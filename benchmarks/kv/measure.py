@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from msgspec.structs import replace
-
-from benchmarks.kv.pair import GIB, Pair, Sample, open_pair
+from benchmarks.harness.figures import in_turn, p99, ratio
+from benchmarks.kv.pair import GIB, Checked, Pair, Sample, open_pair
 from benchmarks.kv.pods import PodHandoffs, measure_pods
 from benchmarks.kv.wire import MODES, Mode, Run
 
 MIB = 1 << 20
 _MIN_REPEATS = 5
 _FEW_BLOCKS = 16  # whose staging is compared with that of the most blocks, and on which bare media are checked
-# Both sides' caches, the memory that memcpy goes to, and what is in the medium; or with NIXL all of a second pair.
-_CACHES = {False: 4, True: 6}
+_CACHES = 4  # both sides', the memory that memcpy goes to, and what is in the medium
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +32,6 @@ class Plan:
     cell_s: float  # seconds after which a cell is not repeated any more
     memory_bytes: int
     tmpfs: Path
-    is_contiguous: bool
     pod_blocks: tuple[int, ...]  # of prompts that real pods hand over, ascending
     pod_repeats: int  # 0: none are
 
@@ -119,7 +114,7 @@ def _fitting(plan: Plan, connector: str, block_bytes: int, skipped: list[str]) -
     shapes += [(plan.concurrent_blocks, handoffs) for handoffs in plan.concurrency]
     fitting = []
     for blocks, handoffs in shapes:
-        needed = _CACHES[_is_nixl(connector)] * block_bytes * blocks * handoffs
+        needed = _CACHES * block_bytes * blocks * handoffs
         if needed <= plan.memory_bytes:
             fitting.append((blocks, handoffs))
         else:
@@ -139,75 +134,32 @@ def _measure_pair(
 ) -> None:
     num_blocks = max(blocks * handoffs for blocks, handoffs in shapes) + 1  # and the null block
     few = min(_FEW_BLOCKS, num_blocks - 1)
-    with _open_bench(plan, connector, block_bytes, num_blocks) as bench:
+    with open_pair(connector, block_bytes, num_blocks, plan.tmpfs) as pair:
         for blocks in sorted({few, max(blocks for blocks, _ in shapes)}):
-            results.staging.append(_measure_staging(bench.pair, connector, block_bytes, blocks))
-        bench.pair.open_bare()
+            results.staging.append(_measure_staging(pair, connector, block_bytes, blocks))
+        pair.open_bare()
         for mode in _modes(connector)[1:-1]:
-            bench.check(mode, few)
+            _check(pair, mode, few)
         for blocks, handoffs in shapes:
-            cell = _measure_cell(plan, bench, connector, block_bytes, blocks, handoffs)
+            cell = _measure_cell(plan, pair, connector, block_bytes, blocks, handoffs)
             results.cells.append(cell)
             tell(cell)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bench:
-    """Runs the modes. `stock`: a pair for NIXL as it comes, at rest but for its runs, as its threads never are."""
-
-    pair: Pair
-    stock: Pair | None
-
-    def run(self, mode: Mode, num_blocks: int, num_handoffs: int) -> Sample:
-        """One run."""
-        with self._pair(mode) as pair:
-            return pair.run(self._run(pair, mode, num_blocks, num_handoffs))
-
-    def check(self, mode: Mode, num_blocks: int) -> None:
-        """One run that must bring the right bytes."""
-        with self._pair(mode) as pair:
-            if not pair.check(replace(self._run(pair, mode, num_blocks, 1), check=True)).is_right:
-                raise SystemExit(f"{mode}: the consumer has other bytes than the producer")
-
-    def _run(self, pair: Pair, mode: Mode, num_blocks: int, num_handoffs: int) -> Run:
-        return Run("bare" if mode == "stock" else mode, pair.next_seed(), num_blocks, num_handoffs)
-
-    @contextmanager
-    def _pair(self, mode: Mode) -> Iterator[Pair]:
-        if mode != "stock":
-            yield self.pair
-            return
-        assert self.stock is not None
-        self.stock.go_on()
-        yield self.stock
-        self.stock.stop()
-
-
-@contextmanager
-def _open_bench(plan: Plan, connector: str, block_bytes: int, num_blocks: int) -> Iterator[_Bench]:
-    open_one = partial(
-        open_pair, connector, block_bytes, num_blocks, tmpfs=plan.tmpfs, is_contiguous=plan.is_contiguous
-    )
-    with ExitStack() as stack:
-        stock = None
-        if _is_nixl(connector):
-            stock = stack.enter_context(open_one(is_stock=True))
-            stock.open_bare()
-            stack.callback(stock.go_on)  # so that it can close
-            stock.stop()
-        yield _Bench(stack.enter_context(open_one()), stock)
+def _check(pair: Pair, mode: Mode, num_blocks: int) -> Checked:
+    """One run that must bring the right bytes."""
+    checked = pair.check(Run(mode, pair.next_seed(), num_blocks, check=True))
+    if not checked.is_right:
+        raise SystemExit(f"{mode}: the consumer has other bytes than the producer")
+    return checked
 
 
 def _measure_staging(pair: Pair, connector: str, block_bytes: int, num_blocks: int) -> Staging:
-    checked = pair.check(Run("ours", pair.next_seed(), num_blocks, check=True))
-    if not checked.is_right:
-        raise SystemExit(f"{connector}: the consumer has other bytes than the producer")
+    checked = _check(pair, "ours", num_blocks)
     return Staging(connector, block_bytes, num_blocks, checked.producer_growth, checked.consumer_growth)
 
 
-def _measure_cell(
-    plan: Plan, bench: _Bench, connector: str, block_bytes: int, num_blocks: int, num_handoffs: int
-) -> Cell:
+def _measure_cell(plan: Plan, pair: Pair, connector: str, block_bytes: int, num_blocks: int, num_handoffs: int) -> Cell:
     """All modes in turn, each round in another order; the first round warms up."""
     modes = _modes(connector) if num_handoffs == 1 else MODES[:2]
     samples: dict[Mode, list[Sample]] = {mode: [] for mode in modes}
@@ -215,15 +167,14 @@ def _measure_cell(
     for repeat in range(plan.repeats + 1):
         if repeat > _MIN_REPEATS and time.monotonic() > give_up:
             break
-        first = repeat % len(modes)
-        for mode in modes[first:] + modes[:first]:
-            sample = bench.run(mode, num_blocks, num_handoffs)
+        for mode in in_turn(modes, repeat):
+            sample = pair.run(Run(mode, pair.next_seed(), num_blocks, num_handoffs))
             if repeat:
                 samples[mode].append(sample)
     total_bytes = block_bytes * num_blocks * num_handoffs
     ways = {mode: _way(taken, total_bytes) for mode, taken in samples.items()}
     ours, bare = samples["ours"], samples["bare"]
-    latencies = sorted(latency for sample in ours for latency in sample.latencies)
+    latencies = [latency for sample in ours for latency in sample.latencies]
     return Cell(
         connector=connector,
         block_bytes=block_bytes,
@@ -231,22 +182,17 @@ def _measure_cell(
         num_handoffs=num_handoffs,
         num_samples=len(latencies),
         p50_s=statistics.median(latencies),
-        p99_s=latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+        p99_s=p99(latencies),
         ways=ways,
-        share_of_bare=statistics.median(b.seconds / o.seconds for o, b in zip(ours, bare, strict=True)),
+        share_of_bare=ratio((b.seconds for b in bare), (o.seconds for o in ours)),
         own_s=statistics.median(o.seconds - b.seconds for o, b in zip(ours, bare, strict=True)),
         digest_share=_digest_share(ours, samples.get("undigested", [])),
     )
 
 
 def _modes(connector: str) -> tuple[Mode, ...]:
-    """One write of NIXL's is what it is, on whatever thread; only NIXL comes with settings that matter."""
-    left_out = "threaded" if _is_nixl(connector) else "stock"
-    return tuple(mode for mode in MODES if mode != left_out)
-
-
-def _is_nixl(connector: str) -> bool:
-    return connector.startswith("nixl")
+    """One write of NIXL's is what it is, on whatever thread."""
+    return tuple(mode for mode in MODES if mode != "threaded" or not connector.startswith("nixl"))
 
 
 def _way(samples: Sequence[Sample], total_bytes: int) -> Way:

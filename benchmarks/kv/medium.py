@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import redis
 
+from benchmarks.harness.processes import free_port, orphan_proof
 from deploy.parent_death import PARENT_PID_VARIABLE
 from deploy.redis_server import find_redis_server
 
@@ -29,7 +28,7 @@ class Medium:
 
     connector: str  # as `kv_store.registry` knows it
     options: Mapping[str, str | int | float | bool]  # of the connector
-    env: Mapping[str, str]  # of the processes that use it
+    env: Mapping[str, str]  # more of it, for the processes that use it
     scratch: Path  # directory in memory; all that is stored below it ends in .kv
     redis: redis.Redis | None = None
     server_pid: int | None = None
@@ -49,40 +48,32 @@ class Medium:
             self.redis.flushall(asynchronous=False)
 
 
-def orphan_proof(*command: str) -> list[str]:
-    """A command whose process does not outlive this one, if the environment names it (see `deploy.parent_death`)."""
-    return [sys.executable, "-m", "deploy.parent_death", *command]
-
-
 @contextmanager
 def open_medium(connector: str, scratch: Path) -> Iterator[Medium]:
     """The medium of one of CONNECTORS."""
-    env = dict(os.environ)
     if connector == "shared-storage":
-        yield Medium(connector, {"path": f"{scratch}/kv", "max_bytes": 1 << 50}, env, scratch)
+        yield Medium(connector, {"path": f"{scratch}/kv", "max_bytes": 1 << 50}, {}, scratch)
     elif connector == "redis":
         with _redis_server(scratch) as (port, pid):
             yield Medium(
                 connector,
                 {"url": f"redis://127.0.0.1:{port}/0"},
-                env,
+                {},
                 scratch,
                 redis=redis.Redis(port=port),
                 server_pid=pid,
             )
     elif connector == "nixl-tcp":
-        yield Medium("nixl", {}, {**env, "UCX_TLS": "tcp,self"}, scratch)
+        yield Medium("nixl", {}, {"UCX_TLS": "tcp,self"}, scratch)
     else:
-        yield Medium(connector, {}, env, scratch)
+        yield Medium(connector, {}, {}, scratch)
 
 
 @contextmanager
 def _redis_server(scratch: Path) -> Iterator[tuple[int, int]]:
     """Port and process id of a server that keeps everything in memory and evicts nothing."""
     for _ in range(_START_ATTEMPTS):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = orphan_proof(str(find_redis_server()), "--bind", "127.0.0.1", "--port", str(port), "--save", "")
         env = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
         process = subprocess.Popen([*command, "--dir", str(scratch)], env=env, stdout=subprocess.DEVNULL)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from benchmarks.harness.processes import Child
 from benchmarks.kv.medium import Medium, open_medium
 from benchmarks.kv.wire import Close, Link, Meet, OpenBare, Ran, Ready, Run, Setup
 
 GIB = 1 << 30
-_STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +37,11 @@ class Checked:
     consumer_growth: int
 
 
-class _Side(NamedTuple):
-    link: Link
-    process: subprocess.Popen[bytes]
-
-
 class Pair:
     """A producer and a consumer of one connector and block size."""
 
-    def __init__(self, producer: _Side, consumer: _Side, medium: Medium) -> None:
-        self._processes = (producer.process, consumer.process)
-        self._sides = (producer.link, consumer.link)
+    def __init__(self, producer: Link, consumer: Link, medium: Medium) -> None:
+        self._sides = (producer, consumer)
         self._medium = medium
         self._seed = 0
         self._introduce(is_bare=False)
@@ -74,16 +66,6 @@ class Pair:
         produced, consumed = self._both(run)
         self._medium.clean()
         return Checked(produced.content == consumed.content, produced.rss_growth, consumed.rss_growth)
-
-    def stop(self) -> None:
-        """Stops the sides: until `go_on` they take no part of any core."""
-        for process in self._processes:
-            process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Undo `stop`."""
-        for process in self._processes:
-            process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End both sides."""
@@ -119,15 +101,12 @@ def _expect(side: Link, kind: type) -> Any:
 
 
 @contextmanager
-def open_pair(
-    connector: str, block_bytes: int, num_blocks: int, *, tmpfs: Path, is_contiguous: bool, is_stock: bool = False
-) -> Iterator[Pair]:
+def open_pair(connector: str, block_bytes: int, num_blocks: int, tmpfs: Path) -> Iterator[Pair]:
     """Start the medium and both sides, each with a KV cache of `num_blocks`."""
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=tmpfs))
         medium = stack.enter_context(open_medium(connector, Path(scratch)))
-        options = {"timeout_s": 120.0, **medium.options}
-        setup = Setup(medium.connector, options, block_bytes, num_blocks, scratch, is_contiguous, is_stock)
+        setup = Setup(medium.connector, {"timeout_s": 120.0, **medium.options}, block_bytes, num_blocks, scratch)
         between = socket.socketpair()
         sides = [
             stack.enter_context(_side(role, setup, end, medium.env))
@@ -141,18 +120,14 @@ def open_pair(
 
 
 @contextmanager
-def _side(role: str, setup: Setup, between: socket.socket, env: Mapping[str, str]) -> Iterator[_Side]:
+def _side(role: str, setup: Setup, between: socket.socket, env: Mapping[str, str]) -> Iterator[Link]:
     ours, theirs = socket.socketpair()
     numbers = (theirs.fileno(), between.fileno())
-    command = [sys.executable, "-m", "benchmarks.kv.side", role, *map(str, numbers)]
-    process = subprocess.Popen(command, pass_fds=numbers, env=env, stdout=subprocess.DEVNULL)  # UCX chatters there
-    theirs.close()
-    with ours:
-        link = Link(ours)
-        try:
+    command = ("-m", "benchmarks.kv.side", role, *map(str, numbers))
+    # UCX chatters on its output.
+    with Child(*command, variables=env, ends_with_input=True, stdout=subprocess.DEVNULL, pass_fds=numbers):
+        theirs.close()
+        with ours:
+            link = Link(ours)
             link.send(setup)
-            yield _Side(link, process)
-            process.wait(_STOP_TIMEOUT_S)
-        finally:
-            process.kill()
-            process.wait()
+            yield link

@@ -16,10 +16,7 @@ import itertools
 import os
 import queue
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,24 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.kv.medium import Medium, open_medium, orphan_proof
-from benchmarks.kv.traced import TRACE_VARIABLE
+from benchmarks.harness.models import SHAPES, make_random_model
+from benchmarks.harness.processes import Child
+from benchmarks.kv.medium import Medium, open_medium
+from benchmarks.kv.traced import EXECUTOR, TRACE_VARIABLE
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import DecodeStub, PrefillStub
 from common.rpc.convert import sampling_to_pb
 from common.types import SamplingParams
-from deploy.parent_death import PARENT_PID_VARIABLE
 
 NUM_CHUNKS = 8
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1 << 20  # of the model below
-_VOCAB_SIZE = 1000
 _ANSWER_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +126,7 @@ class _Cluster:
         self._events.cancel()  # type: ignore[no-untyped-call]
 
     def _request(self, num_blocks: int) -> common_pb2.EngineRequest:
-        prompt = [self._random.randrange(_VOCAB_SIZE) for _ in range(num_blocks * BLOCK_SIZE)]
+        prompt = [self._random.randrange(SHAPES["much KV"].vocab_size) for _ in range(num_blocks * BLOCK_SIZE)]
         sampling = sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
         return common_pb2.EngineRequest(
             request_id=f"handoff-{next(self._serial)}", prompt_token_ids=prompt, sampling=sampling
@@ -156,8 +149,8 @@ def _cluster(connector: str, num_blocks: int, tmpfs: Path) -> Iterator[_Cluster]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=tmpfs)))
         medium = stack.enter_context(open_medium(connector, scratch))
-        _make_model(scratch / "model", max_tokens=(num_blocks + 2) * BLOCK_SIZE)
-        settings = [f"--model={scratch}/model", f"--connector={medium.connector}", "--log-level=warning"]
+        model = make_random_model(scratch, "much KV", max_tokens=(num_blocks + 2) * BLOCK_SIZE)
+        settings = [f"--model={model}", f"--connector={medium.connector}", "--log-level=warning"]
         settings += [f"--num-blocks={2 * num_blocks + 8}", f"--block-size={BLOCK_SIZE}"]
         settings += [f"--connector-options={name}={value}" for name, value in medium.options.items()]
         prompt_tokens = num_blocks * BLOCK_SIZE
@@ -172,42 +165,8 @@ def _cluster(connector: str, num_blocks: int, tmpfs: Path) -> Iterator[_Cluster]
 
 @contextmanager
 def _pod(role: str, settings: Sequence[str], medium: Medium, trace: Path) -> Iterator[_Pod]:
-    command = orphan_proof(sys.executable, "-m", "benchmarks.kv.traced", role, *settings)
-    env = {**medium.env, TRACE_VARIABLE: str(trace), PARENT_PID_VARIABLE: str(os.getpid())}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        ready = next((line for line in process.stdout if line.startswith("ready ")), "")
-        if not ready:
-            raise SystemExit(f"a {role} pod did not start: exit code {process.wait()}")
-        pod = _Pod(dict(word.split("=", 1) for word in ready.split()[1:])["address"], trace)
+    variables = {**medium.env, TRACE_VARIABLE: str(trace)}
+    with Child("-m", "benchmarks.harness.pods", EXECUTOR, role, *settings, variables=variables) as child:
+        pod = _Pod(child.read_ready()["address"], trace)
         with pod.channel:
             yield pod
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-
-
-def _make_model(directory: Path, max_tokens: int) -> None:
-    """Little to compute and much KV: a block of 4 tokens takes 1 MiB."""
-    config = Qwen3Config(
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=128,
-        max_position_embeddings=max_tokens,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

@@ -1,14 +1,13 @@
-"""The figures as lines for a terminal and as a page of markdown."""
+"""The figures as a page of markdown."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
 
-from benchmarks.kv.measure import MIB, Cell, Results, Staging
+from benchmarks.harness.report import Page, Verdict, describe_machine, table, verdict_table
+from benchmarks.kv.measure import MIB, Cell, Results, Staging, Way
 from benchmarks.kv.pods import BLOCK_BYTES, NUM_CHUNKS, PodHandoffs, hidden_share
-from benchmarks.kv.wire import Mode
-from benchmarks.page import Verdict, describe_machine
 from deploy.redis_server import find_redis_server
 
 MIN_SHARE_OF_BARE = 0.85  # of the bandwidth, from LARGE_BYTES up
@@ -18,12 +17,6 @@ OWN_BLOCKS = 16
 MAX_DIGEST_SHARE = 0.10
 MAX_STAGING_GROWTH = 8 * MIB  # from 16 blocks to the most: room for what the allocators keep
 MIN_HIDDEN = 0.80
-
-# What ours is compared with besides the bare medium.
-_OTHER_MEDIA: dict[Mode, str] = {
-    "threaded": "of the bare medium on as many threads as ours",
-    "stock": "of NIXL with the settings that it comes with",
-}
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -44,10 +37,9 @@ def _bandwidth(connector: str, cells: Sequence[Cell]) -> list[Verdict]:
     worst = min(large, key=lambda cell: cell.share_of_bare)
     target = f"{connector}: bandwidth at least {MIN_SHARE_OF_BARE:.0%} of the bare medium from 16 MiB up"
     measured = f"{worst.share_of_bare:.0%} at worst ({_shape(worst)})"
-    for mode, words in _OTHER_MEDIA.items():
-        shares = [c.ways["ours"].bytes_per_s / c.ways[mode].bytes_per_s for c in large if mode in c.ways]
-        if shares:
-            measured += f"; {words} {min(shares):.0%} at worst"
+    shares = [c.ways["ours"].bytes_per_s / c.ways["threaded"].bytes_per_s for c in large if "threaded" in c.ways]
+    if shares:
+        measured += f"; of the bare medium on as many threads as ours {min(shares):.0%} at worst"
     return [Verdict(target, measured, worst.share_of_bare >= MIN_SHARE_OF_BARE)]
 
 
@@ -104,125 +96,93 @@ def _shape(cell: Cell) -> str:
     return f"{cell.num_blocks} x {cell.block_bytes >> 10} KiB"
 
 
-def format_row(figures: Cell | PodHandoffs) -> str:
-    """One line for the terminal."""
-    if isinstance(figures, Cell):
-        return _format_cell(figures)
-    latencies = sorted(figures.latencies)
-    return (
-        f"{figures.connector:<15}between pods, {figures.num_blocks:>4} x {BLOCK_BYTES >> 10:>4} KiB"
-        f" in {figures.num_chunks} chunks  p50 {figures.p50_s * 1e3:9.3f} ms"
-        f"  from {latencies[0] * 1e3:.3f} to {latencies[-1] * 1e3:.3f}  n {len(latencies)}"
-    )
-
-
-def _format_cell(cell: Cell) -> str:
-    ours, bare = cell.ways["ours"], cell.bare
-    digest = "" if cell.digest_share is None else f"  digest {cell.digest_share:4.0%}"
-    stock = f"  stock {cell.ways['stock'].bytes_per_s / 1e9:.2f} GB/s" if "stock" in cell.ways else ""
-    return (
-        f"{cell.connector:<15}{cell.num_handoffs:>3} x {cell.num_blocks:>4} x {cell.block_bytes >> 10:>4} KiB"
-        f"  p50 {cell.p50_s * 1e3:9.3f} ms  p99 {cell.p99_s * 1e3:9.3f} ms"
-        f"  {ours.bytes_per_s / 1e9:6.2f} GB/s  bare {bare.bytes_per_s / 1e9:6.2f}  {cell.share_of_bare:4.0%}"
-        f"  cpu {ours.cpu_s_per_gib:5.2f} s/GiB  bare {bare.cpu_s_per_gib:5.2f}  n {cell.num_samples}{digest}{stock}"
-    )
-
-
-def format_markdown(machine: dict[str, str], results: Results, found: Sequence[Verdict], note: str) -> str:
-    """The page."""
-    connectors = list(dict.fromkeys(cell.connector for cell in results.cells))
-    lines = [
-        "# KV handoffs next to their bare media",
-        "",
-        "`python -m benchmarks.kv`, whose help says what is measured. Medians; p99 of fewer than 100 samples is their",
-        "maximum. Beside each run through a connector is one over its bare medium and one by memcpy, in turn.",
-        *(["", note] if note else []),
-        "",
-        *(f"- {key}: {value}" for key, value in machine.items()),
-        "",
-        "## Targets",
-        "",
-        "| target | measured | |",
-        "|---|---|---|",
-        *(f"| {v.target} | {v.measured} | {'pass' if v.is_met else '**FAIL**'} |" for v in found),
-    ]
-    for connector in connectors:
-        lines += ["", f"## {connector}", "", *_cell_table(_single(connector, results.cells))]
-        lines += _concurrency_table([cell for cell in results.cells if cell.connector == connector])
+def make_page(machine: dict[str, str], results: Results) -> Page:
+    """Prints the tables, and returns the page with them."""
+    words = """\
+`python -m benchmarks.kv`, whose help says what is measured. Medians; p99 of fewer than 100 samples is their
+maximum. Beside each run through a connector is one over its bare medium and one by memcpy, in turn."""
+    page = Page("KV handoffs next to their bare media", words, machine)
+    page.add("", *verdict_table(verdicts(results)))
+    for connector in dict.fromkeys(cell.connector for cell in results.cells):
+        page.section(connector)
+        page.add(*_cell_table(_single(connector, results.cells)))
+        page.add(*_concurrency_table([cell for cell in results.cells if cell.connector == connector]))
     if results.pods:
-        lines += ["", "## Between pods", "", *_pod_table(results.pods)]
-    lines += ["", "## Memory beside the KV caches", "", *_staging_table(results.staging)]
+        page.section("Between pods")
+        page.add(*_pod_table(results.pods))
+    page.section("Memory beside the KV caches")
+    page.add(*_staging_table(results.staging))
     if results.skipped:
-        lines += ["", "Left out for the memory bound:", "", *(f"- {what}" for what in results.skipped)]
-    return "\n".join(lines) + "\n"
+        page.add("", "Left out for the memory bound:", "", *(f"- {what}" for what in results.skipped))
+    return page
 
 
 def _cell_table(cells: Sequence[Cell]) -> list[str]:
-    columns = ["block", "blocks", "p50 ms", "p99 ms", "samples", "GB/s", "bare GB/s", "of bare", "memcpy GB/s"]
-    columns += ["CPU s/GiB", "bare CPU", "ours - bare ms", "digest"]
-    others = [mode for mode in _OTHER_MEDIA if any(mode in cell.ways for cell in cells)]
-    columns += [f"{mode} {figure}" for mode in others for figure in ("GB/s", "CPU")]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = "block | blocks | p50 ms | p99 ms | samples | GB/s | bare GB/s | of bare | memcpy GB/s | CPU s/GiB"
+    columns += " | bare CPU | ours - bare ms | digest | threaded GB/s | threaded CPU"
+    rows = []
     for cell in cells:
-        ours, bare, memcpy = cell.ways["ours"], cell.bare, cell.ways["memcpy"]
-        digest = "" if cell.digest_share is None else f"{cell.digest_share:.0%}"
-        lines.append(
-            f"| {cell.block_bytes >> 10} KiB | {cell.num_blocks} | {cell.p50_s * 1e3:.3g} | {cell.p99_s * 1e3:.3g} "
-            f"| {cell.num_samples} | {ours.bytes_per_s / 1e9:.2f} | {bare.bytes_per_s / 1e9:.2f} "
-            f"| {cell.share_of_bare:.0%} | {memcpy.bytes_per_s / 1e9:.2f} | {ours.cpu_s_per_gib:.2f} "
-            f"| {bare.cpu_s_per_gib:.2f} | {cell.own_s * 1e3:.3g} | {digest} |"
+        ours, bare, memcpy, threaded = (cell.ways.get(mode) for mode in ("ours", "bare", "memcpy", "threaded"))
+        rows.append(
+            (
+                f"{cell.block_bytes >> 10} KiB",
+                cell.num_blocks,
+                *_latencies(cell),
+                *(_rate(ours), _rate(bare), f"{cell.share_of_bare:.0%}", _rate(memcpy)),
+                *(_cpu(ours), _cpu(bare), f"{cell.own_s * 1e3:.3g}"),
+                "" if cell.digest_share is None else f"{cell.digest_share:.0%}",
+                *(_rate(threaded), _cpu(threaded)),
+            )
         )
-        for way in (cell.ways[mode] for mode in others):
-            lines[-1] += f" {way.bytes_per_s / 1e9:.2f} | {way.cpu_s_per_gib:.2f} |"
-    return lines
+    return table(columns, rows)
+
+
+def _latencies(cell: Cell) -> tuple[object, ...]:
+    return f"{cell.p50_s * 1e3:.3g}", f"{cell.p99_s * 1e3:.3g}", cell.num_samples
+
+
+def _rate(way: Way | None) -> str:
+    return "" if way is None else f"{way.bytes_per_s / 1e9:.2f}"
+
+
+def _cpu(way: Way | None) -> str:
+    return "" if way is None else f"{way.cpu_s_per_gib:.2f}"
 
 
 def _concurrency_table(cells: Sequence[Cell]) -> list[str]:
     several = [cell for cell in cells if cell.num_handoffs > 1]
-    alone = [cell for cell in cells if cell.num_handoffs == 1]
     if not several:
         return []
-    same = [cell for cell in alone if cell.num_blocks == several[0].num_blocks]
-    lines = [
-        "",
-        "| handoffs at once | blocks each | p50 ms | p99 ms | samples | GB/s | bare GB/s | CPU s/GiB | bare CPU |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    same = [cell for cell in cells if cell.num_handoffs == 1 and cell.num_blocks == several[0].num_blocks]
+    rows = []
     for cell in sorted(same + several, key=lambda cell: (cell.block_bytes, cell.num_handoffs)):
-        ours, bare = cell.ways["ours"], cell.bare
-        lines.append(
-            f"| {cell.num_handoffs} | {_shape(cell)} | {cell.p50_s * 1e3:.3g} | {cell.p99_s * 1e3:.3g} "
-            f"| {cell.num_samples} | {ours.bytes_per_s / 1e9:.2f} | {bare.bytes_per_s / 1e9:.2f} "
-            f"| {ours.cpu_s_per_gib:.2f} | {bare.cpu_s_per_gib:.2f} |"
-        )
-    return lines
+        ways = (cell.ways["ours"], cell.bare)
+        rows.append((cell.num_handoffs, _shape(cell), *_latencies(cell), *map(_rate, ways), *map(_cpu, ways)))
+    columns = "handoffs at once | blocks each | p50 ms | p99 ms | samples | GB/s | bare GB/s | CPU s/GiB | bare CPU"
+    return ["", *table(columns, rows)]
 
 
 def _pod_table(pods: Sequence[PodHandoffs]) -> list[str]:
-    lines = [
-        "From the end of the last forward in the prefill pod's engine to the first in the decode pod's, over gRPC;",
+    rows = []
+    for handoffs in pods:
+        times = (handoffs.p50_s, min(handoffs.latencies), max(handoffs.latencies))
+        milliseconds = (f"{each * 1e3:.3g}" for each in times)
+        shape = (handoffs.connector, handoffs.num_blocks, handoffs.num_chunks)
+        rows.append((*shape, *milliseconds, len(handoffs.latencies)))
+    return [
+        "From the end of the last step in the prefill pod's engine to the first in the decode pod's, over gRPC;",
         f"the model has much KV and little to compute; blocks of {BLOCK_BYTES >> 10} KiB.",
         "",
-        "| connector | blocks | chunks | p50 ms | from | to | samples |",
-        "|---|---|---|---|---|---|---|",
+        *table("connector | blocks | chunks | p50 ms | from | to | samples", rows),
     ]
-    for handoffs in pods:
-        least, most = min(handoffs.latencies) * 1e3, max(handoffs.latencies) * 1e3
-        lines.append(
-            f"| {handoffs.connector} | {handoffs.num_blocks} | {handoffs.num_chunks} | {handoffs.p50_s * 1e3:.3g} "
-            f"| {least:.3g} | {most:.3g} | {len(handoffs.latencies)} |"
-        )
-    return lines
 
 
 def _staging_table(stagings: Sequence[Staging]) -> list[str]:
-    lines = ["| connector | block | blocks | producer MiB | consumer MiB |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {s.connector} | {s.block_bytes >> 10} KiB | {s.num_blocks} | {s.producer_bytes / MIB:.1f} "
-        f"| {s.consumer_bytes / MIB:.1f} |"
-        for s in stagings
-    ]
-    return lines
+    rows = []
+    for each in stagings:
+        sizes = (f"{size / MIB:.1f}" for size in (each.producer_bytes, each.consumer_bytes))
+        rows.append((each.connector, f"{each.block_bytes >> 10} KiB", each.num_blocks, *sizes))
+    return table("connector | block | blocks | producer MiB | consumer MiB", rows)
 
 
 def facts() -> dict[str, str]:

@@ -260,9 +260,8 @@ def _moves(run: Run, setup: Setup) -> list[Move]:
     """Which blocks go where; both sides come to the same. Block 0 is the null block."""
     order = random.Random(run.num_blocks)  # the same in every run, as a pool's order changes little
     sources, targets = list(range(1, setup.num_blocks)), list(range(1, setup.num_blocks))
-    if not setup.is_contiguous:
-        order.shuffle(sources)
-        order.shuffle(targets)
+    order.shuffle(sources)
+    order.shuffle(targets)
     moves = []
     for index in range(run.num_handoffs):
         part = slice(index * run.num_blocks, (index + 1) * run.num_blocks)

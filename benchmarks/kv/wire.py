@@ -10,11 +10,11 @@ import msgspec
 
 _LENGTH = struct.Struct("!I")
 
-Mode = Literal["ours", "bare", "threaded", "stock", "memcpy", "undigested"]
-"""How bytes are moved: through the connector; over its medium alone; the same on several threads; over NIXL with the
-settings that it comes with; by one copy into shared memory; through the connector with digests that cost nothing."""
+Mode = Literal["ours", "bare", "threaded", "memcpy", "undigested"]
+"""How bytes are moved: through the connector; over its medium alone; the same on several threads; by one copy into
+shared memory; through the connector with digests that cost nothing."""
 
-MODES: tuple[Mode, ...] = ("ours", "bare", "threaded", "stock", "memcpy", "undigested")
+MODES: tuple[Mode, ...] = ("ours", "bare", "threaded", "memcpy", "undigested")
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -25,8 +25,6 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     block_bytes: int
     num_blocks: int
     scratch: str  # directory on a tmpfs
-    is_contiguous: bool  # neighbouring blocks instead of shuffled ones
-    is_stock: bool  # bare NIXL with the settings that it comes with
 
 
 class OpenBare(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ on a server that keeps to a timetable (see benchmarks.loadgen.server), with the 
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import shlex
 import statistics
@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.processes import Child
+from benchmarks.harness.report import Page, describe_torch_machine, row, table, verdict_word
 from benchmarks.loadgen.server import MODEL, timetable
-from benchmarks.page import describe_torch_machine
-from benchmarks.router.processes import Child
 from common.demo_model import demo_model_path
 from loadgen.figures import distribution
 
@@ -48,31 +49,21 @@ _FIGURES = (
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loadgen", description=__doc__.splitlines()[0])
+    parser = make_parser("benchmarks.loadgen", __doc__, repeats=5)
     parser.add_argument("--vllm-bench", metavar="COMMAND", help="command of `vllm bench serve`")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
     args = parser.parse_args()
-    lines = [
-        "# What the load generator costs",
-        "",
-        "`python -m benchmarks.loadgen`, whose help says what is measured.",
-        "",
-    ]
-    lines += [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
-    lines += ["", f"Medians of {args.repeats} repeats.", ""]
-    for table in (_ceilings(args.repeats), _agreement(args.vllm_bench, args.repeats) if args.vllm_bench else ()):
-        for line in table:
-            print(line, flush=True)
-            lines.append(line)
-    if args.markdown is not None:
-        args.markdown.write_text("\n".join(lines) + "\n")
+    words = f"`python -m benchmarks.loadgen`, whose help says what is measured. Medians of {args.repeats} repeats."
+    page = Page("What the load generator costs", words, describe_torch_machine())
+    for lines in (_ceilings(args.repeats), _agreement(args.vllm_bench, args.repeats) if args.vllm_bench else ()):
+        for line in lines:
+            page.add(line)
+    page.write(args.markdown)
     return 0
 
 
 def _ceilings(repeats: int) -> Iterator[str]:
-    yield from ("## Ceiling of one core", "")
-    yield from ("| load | per second of processor time | per second, beside the server |", "|---|---|---|")
+    yield from ("", "## Ceiling of one core", "")
+    yield from table("load | per second of processor time | per second, beside the server")
     for api, concurrency, tokens, paced in _CEILINGS:
         runs = [_ours(api, concurrency, tokens, 2 * concurrency, paced=paced) for _ in range(repeats)]
         load = f"{concurrency} stream{'s' * (concurrency > 1)} of {tokens:,} tokens, {api}{', paced' * paced}"
@@ -80,14 +71,13 @@ def _ceilings(repeats: int) -> Iterator[str]:
     concurrency, tokens, requests = _ANSWERS
     runs = [_ours("completions", concurrency, tokens, requests, paced=False) for _ in range(repeats)]
     yield _row(f"answers of one token, {concurrency} at once", "requests", [run["completed"] for run in runs], runs)
-    yield ""
 
 
 def _row(load: str, unit: str, counts: Sequence[int], runs: Sequence[dict[str, Any]]) -> str:
     pairs = list(zip(counts, runs, strict=True))
     per_cpu = statistics.median(count / (run["load_generator_cpu_share"] * run["duration"]) for count, run in pairs)
     per_wall = statistics.median(count / run["duration"] for count, run in pairs)
-    return f"| {load} | {per_cpu:,.0f} {unit} | {per_wall:,.0f} {unit} |"
+    return row(load, f"{per_cpu:,.0f} {unit}", f"{per_wall:,.0f} {unit}")
 
 
 def _agreement(command: str, repeats: int) -> Iterator[str]:
@@ -103,18 +93,14 @@ def _agreement(command: str, repeats: int) -> Iterator[str]:
             )
             for _ in range(repeats)
         ]
-        yield from (f"## Agreement with `vllm bench serve`: {title}", "")
-        yield from (
-            "| figure | timetable | baton bench serve | vllm bench serve | ratio | |",
-            "|---|---|---|---|---|---|",
-        )
+        yield from ("", f"## Agreement with `vllm bench serve`: {title}", "")
+        yield from table("figure | timetable | baton bench serve | vllm bench serve | ratio | ")
         planned = _planned()
         for name in _FIGURES:
             ours, theirs = (statistics.median(float(pair[side][name]) for pair in pairs) for side in (0, 1))
             truth = f"{planned[name]:,.2f}" if name in planned else ""
-            verdict = "pass" if abs(ours / theirs - 1) <= _TOLERATED else "**FAIL**"
-            yield f"| {name} | {truth} | {ours:,.2f} | {theirs:,.2f} | {ours / theirs:.4f} | {verdict} |"
-        yield ""
+            verdict = verdict_word(abs(ours / theirs - 1) <= _TOLERATED)
+            yield row(name, truth, f"{ours:,.2f}", f"{theirs:,.2f}", f"{ours / theirs:.4f}", verdict)
 
 
 def _planned() -> dict[str, float]:
@@ -133,7 +119,7 @@ def _ours(
     api: str, concurrency: int | None, tokens: int, requests: int, *, paced: bool, more: Sequence[str] = ()
 ) -> dict[str, Any]:
     limit = [] if concurrency is None else ["--max-concurrency", str(concurrency)]
-    with _Server(paced=paced) as url, tempfile.TemporaryDirectory() as scratch:
+    with _server(paced=paced) as url, tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch) / "results.json"
         _run(
             sys.executable, "-m", "cli.main", "bench", "serve", "--url", url, "--api", api, *limit, *more,
@@ -145,7 +131,7 @@ def _ours(
 
 
 def _theirs(command: str, tokens: int, requests: int, more: Sequence[str]) -> dict[str, Any]:
-    with _Server(paced=True) as url, tempfile.TemporaryDirectory() as scratch:
+    with _server(paced=True) as url, tempfile.TemporaryDirectory() as scratch:
         _run(
             *shlex.split(command), "--backend", "openai", "--base-url", url, "--model", MODEL, *more,
             "--tokenizer", str(demo_model_path()), "--dataset-name", "random", "--random-input-len", "64",
@@ -156,18 +142,11 @@ def _theirs(command: str, tokens: int, requests: int, more: Sequence[str]) -> di
         return found
 
 
-class _Server:
+@contextlib.contextmanager
+def _server(*, paced: bool) -> Iterator[str]:
     """A server in a process of its own; its URL."""
-
-    def __init__(self, *, paced: bool) -> None:
-        self._child = Child("benchmarks.loadgen.server", *(["--paced"] if paced else []))
-
-    def __enter__(self) -> str:
-        self._child.__enter__()
-        return f"http://127.0.0.1:{self._child.read_line()}"
-
-    def __exit__(self, *error: Any) -> None:
-        self._child.__exit__(*error)
+    with Child("-m", "benchmarks.loadgen.server", *(["--paced"] if paced else [])) as child:
+        yield f"http://127.0.0.1:{child.read_line()}"
 
 
 def _run(*command: str) -> None:

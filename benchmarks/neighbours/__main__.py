@@ -19,24 +19,29 @@ engine. All share the machine's cores with the two clients; run it on a machine 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.handoff.sides import ROOT, Side
+from benchmarks.harness.checkouts import HERE
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.report import SERVING_PACKAGES, describe_machine, row
 from benchmarks.neighbours.attacks import ATTACKS
 from benchmarks.neighbours.measure import LAYOUTS, Plan, measure
-from benchmarks.neighbours.report import format_head, format_page, format_row
-from benchmarks.page import describe_machine
-from benchmarks.router.report import PACKAGES
+from benchmarks.neighbours.report import cells_of, close_page, open_page
 
 _QUICK = ("many choices", "new grammars", "cancelled")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints. Returns 1 if the neighbour saw what it must not."""
-    args = _parser().parse_args(argv)
+    parser = make_parser("benchmarks.neighbours", __doc__, has_quick=True)
+    parser.add_argument("--only", action="append", metavar="NAME", help="attacks with this in their name")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each attack")
+    parser.add_argument("--tries", type=int, default=1, help="of an attack with a gap too long, on a busy machine")
+    parser.add_argument("--streams", type=int, default=4, choices=range(1, 9), help="of the neighbour")
+    parser.add_argument("--layout", action="append", choices=[*LAYOUTS], help="which clusters; default: all")
+    parser.add_argument("--list", action="store_true", help="print the attacks and exit")
+    args = parser.parse_args(argv)
     if args.list:
         print("\n".join(f"{name}: {attack.sent}" for name, attack in ATTACKS.items()))
         return 0
@@ -51,35 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         plan = Plan(seconds=1.0, quiet_s=0.5, streams=1, layouts=plan.layouts[:1])
         attacks = [name for name in attacks if args.only or name in _QUICK]
-    machine = describe_machine(*PACKAGES) | {"commit": Side("now", ROOT).commit}
-    print(format_head(), flush=True)
+    page = open_page(describe_machine(*SERVING_PACKAGES) | {"commit": HERE.commit}, plan)
     rows = []
-    for row in measure(plan, attacks):
-        rows.append(row)
-        print(format_row(row), flush=True)
-        for failure in row.beside.failures[:3]:
-            print(failure, file=sys.stderr)
-    if args.markdown:
-        args.markdown.write_text(format_page(machine, plan, rows, args.note))
-    return int(any(row.problems for row in rows))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.neighbours",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--only", action="append", metavar="NAME", help="attacks with this in their name")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each attack")
-    parser.add_argument("--tries", type=int, default=1, help="of an attack with a gap too long, on a busy machine")
-    parser.add_argument("--streams", type=int, default=4, choices=range(1, 9), help="of the neighbour")
-    parser.add_argument("--layout", action="append", choices=[*LAYOUTS], help="which clusters; default: all")
-    parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
-    parser.add_argument("--list", action="store_true", help="print the attacks and exit")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
-    parser.add_argument("--note", default="", help="a remark for the page of markdown")
-    return parser
+    for found in measure(plan, attacks):
+        rows.append(found)
+        page.add(row(*cells_of(found)))
+        print("\n".join(found.beside.failures[:3]), file=sys.stderr)
+    close_page(page, rows)
+    page.write(args.markdown)
+    return int(any(found.problems for found in rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The attacker, in a process of its own: `python -m benchmarks.neighbours.attacker URL KEY MODEL DIRECTORY`.
 
-Orders come as in benchmarks.router.load:
+Orders, as `Child.ask` gives them:
 
     begin NAME    the attack of this name, until it is ended
     end           how its requests ended, by status
@@ -21,9 +21,9 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.harness.processes import obey
 from benchmarks.neighbours.attacks import ATTACKS, Attack, Request, body_of
 from benchmarks.neighbours.target import Target
-from benchmarks.router.load import obey
 from loadgen.http_client import CONNECT_TIMEOUT_S, HttpClient, RequestFailed, split_url
 
 _NICENESS = 10

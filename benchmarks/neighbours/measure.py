@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import yaml
 
-from benchmarks.handoff.sides import ROOT, Side
+from benchmarks.harness.checkouts import HERE
+from benchmarks.harness.processes import Child
 from benchmarks.neighbours.neighbour import Sight
-from benchmarks.router.processes import Child
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from router.security.keys import digest_of
 
@@ -124,10 +124,12 @@ def _running_cluster(layout: str) -> Iterator[Clients]:
         file = scratch / "keys.yaml"
         file.write_text(yaml.safe_dump(entries))
         config = {"router": {"api_keys_file": str(file), "reasoning_parser": "qwen3"}}
-        url = stack.enter_context(Side("now", ROOT).cluster(scratch, *LAYOUTS[layout], *_OPTIONS, config=config))
+        url = stack.enter_context(HERE.cluster(scratch, *LAYOUTS[layout], *_OPTIONS, config=config))
         model = (DEMO_MODEL_NAME, str(demo_model_path()))
-        neighbour = stack.enter_context(Child("benchmarks.neighbours.neighbour", url, keys["neighbour"], model[0]))
-        attacker = stack.enter_context(Child("benchmarks.neighbours.attacker", url, keys["attacker"], *model))
+        neighbour = stack.enter_context(
+            Child("-m", "benchmarks.neighbours.neighbour", url, keys["neighbour"], model[0])
+        )
+        attacker = stack.enter_context(Child("-m", "benchmarks.neighbours.attacker", url, keys["attacker"], *model))
         for child in (neighbour, attacker):
             child.read_line()  # it is ready
         neighbour.ask("warm_up")

@@ -1,6 +1,6 @@
 """The neighbour, in a process of its own: `python -m benchmarks.neighbours.neighbour URL KEY MODEL`.
 
-Orders come as in benchmarks.router.load:
+Orders, as `Child.ask` gives them:
 
     warm_up          one request of each kind, so that nothing is loaded later
     begin STREAMS    streams that go on until they are ended, a new one for each that is complete
@@ -21,13 +21,13 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import uvloop
 
-from benchmarks.router.load import obey
+from benchmarks.harness.client import in_background
+from benchmarks.harness.processes import obey
 from loadgen.events import AnswerReader
 from loadgen.http_client import HttpClient, RequestFailed
 
@@ -99,7 +99,7 @@ class Neighbour:
         constrained: list[Asked] = []
         late = [0.0]
         work = (self._ask_shortly(short), self._ask_constrained(constrained), _watch_loop(late))
-        async with _in_background(*work):
+        async with in_background(*work):
             await asyncio.sleep(seconds)
         ended = self._client.clock()
         sight = Sight(
@@ -174,17 +174,6 @@ async def _watch_loop(late: list[float]) -> None:
         due = time.perf_counter() + _TICK_S
         await asyncio.sleep(_TICK_S)
         late[0] = max(late[0], time.perf_counter() - due)
-
-
-@contextlib.asynccontextmanager
-async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def main() -> None:

@@ -24,7 +24,7 @@ OVER_GLOO = f"{__name__ if __name__ != '__main__' else 'benchmarks.parallel.side
 
 def create_over_gloo(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
     """RankWorkerFactory. The ranks do not share memory."""
-    device.share_memory = _over_gloo
+    vars(device)["share_memory"] = _over_gloo
     return create_worker(config, rank, rendezvous)
 
 
@@ -70,12 +70,9 @@ def rank_memory(directory: str, dtype: str) -> list[RankMemory]:
         return [RankMemory(each.memory_full_info().pss, kv) for each in ranks]
 
 
+def _load(directory: str, dtype: str, kind: str) -> Baton:
+    return Baton(open_client(directory, dtype, kind))
+
+
 if __name__ == "__main__":
-    clients: list[InprocClient] = []
-
-    def load(directory: str, dtype: str, kind: str) -> Baton:
-        """The side with a model."""
-        clients.append(open_client(directory, dtype, kind))
-        return Baton(clients[0])
-
-    serve(load, lambda _: clients[0].close())
+    serve(_load)

@@ -1,6 +1,6 @@
 """Measures the cost of the router, with pods that answer at once, so that only the router is measured.
 
-    python -m benchmarks.router [--markdown FILE] [--json FILE] [--quick] [--without-rival]
+    python -m benchmarks.router [--markdown FILE] [--quick] [--without-rival]
 
 The real router process stands between a load generator and fake pods, each a process of its own: one prefill pod and
 one decode pod, real gRPC, no engine. In turn with it runs sglang-router in PD mode between the same load generator and
@@ -17,7 +17,7 @@ anew for every repeat; figures are medians of the repeats.
     per event    more than 1: tokens that were due to a client together were sent together
     memory       growth of the router's own memory (USS) from no stream to so many, all open and silent; opened 16 at a
                  time, since what the beginnings of 2,000 requests take at once is not the memory of a stream
-    decisions    one routing decision, see benchmarks.simulate.decisions
+    decisions    one routing decision, see benchmarks.router.decisions
 
 The two routers do not do the same work. Ours parses the request, tokenises the prompt, hashes its blocks, and turns
 token ids back into text; its legs are gRPC. The rival, in Rust, parses the request and hands it and the answer on as
@@ -28,14 +28,13 @@ the backends' events pile up in its sockets and go on many at once; the rows wit
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.page import describe_machine, format_verdict
-from benchmarks.router.measure import Plan, Start, StreamLoad, as_json, measure
-from benchmarks.router.report import PACKAGES, format_page, format_tables, verdicts
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.report import SERVING_PACKAGES, describe_machine
+from benchmarks.router.measure import Plan, Start, StreamLoad, measure
+from benchmarks.router.report import make_page
 from benchmarks.router.systems import RIVAL, baton, rival_version, sglang_router
 
 FULL = Plan(
@@ -67,29 +66,13 @@ QUICK = Plan(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
-    args = _parser().parse_args(argv)
-    machine = describe_machine(*PACKAGES)
-    results = measure(QUICK if args.quick else FULL, _starts(args), lambda line: print(line, file=sys.stderr))
-    found = verdicts(results)
-    print(format_tables(results, found))
-    print("\n".join(map(format_verdict, found)))
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine, **as_json(results)}, indent=2) + "\n")
-    if args.markdown:
-        args.markdown.write_text(format_page(machine, results, found, args.note))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="little, once, to see that it runs")
+    parser = make_parser("benchmarks.router", __doc__, has_quick=True)
     parser.add_argument("--without-rival", action="store_true", help=f"leave {RIVAL} out")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
-    parser.add_argument("--note", default="", help="a remark for the page of markdown")
-    return parser
+    args = parser.parse_args(argv)
+    machine = describe_machine(*SERVING_PACKAGES)
+    results = measure(QUICK if args.quick else FULL, _starts(args), lambda line: print(line, file=sys.stderr))
+    make_page(machine, results).write(args.markdown)
+    return 0
 
 
 def _starts(args: argparse.Namespace) -> list[Start]:

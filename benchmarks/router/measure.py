@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from benchmarks.harness.figures import in_turn, medians
+from benchmarks.harness.processes import Child
+from benchmarks.router import decisions
 from benchmarks.router.pace import HOLD
-from benchmarks.router.processes import Child
 from benchmarks.router.systems import System
-from benchmarks.simulate import decisions
 
 _WARM_UP_REQUESTS = 50
 _WARM_UP_STREAMS = 8
@@ -88,8 +89,8 @@ def measure(plan: Plan, starts: Sequence[Start], on_figure: Callable[[str], None
     streams: dict[tuple[str, StreamLoad], list[Streams]] = defaultdict(list)
     idle: dict[tuple[str, int], list[Idle]] = defaultdict(list)
     for repeat in range(plan.repeats):
-        for start in starts if repeat % 2 == 0 else reversed(starts):
-            with Child("benchmarks.router.load") as load, start() as system:
+        for start in in_turn(starts, repeat):
+            with Child("-m", "benchmarks.router.load") as load, start() as system:
                 load.read_line()
                 results.versions[system.name] = system.version
                 warm_up(system, load)
@@ -102,12 +103,12 @@ def measure(plan: Plan, starts: Sequence[Start], on_figure: Callable[[str], None
                 for what in plan.streams:
                     streams[system.name, what].append(_streams(system, load, what))
                     on_figure(f"{system.name}: {what}: {streams[system.name, what][-1]}")
-    results.answers = {key: Answers(*_medians(samples)) for key, samples in answers.items()}
-    results.streams = {key: Streams(*_medians(samples)) for key, samples in streams.items()}
-    results.idle = {key: Idle(*_medians(samples)) for key, samples in idle.items()}
+    results.answers = {key: Answers(*medians(samples)) for key, samples in answers.items()}
+    results.streams = {key: Streams(*medians(samples)) for key, samples in streams.items()}
+    results.idle = {key: Idle(*medians(samples)) for key, samples in idle.items()}
     for num_pods in plan.decision_pods:
         for num_blocks in plan.decision_blocks:
-            results.decisions.append(decisions.measure(num_pods, num_blocks, "auto"))
+            results.decisions.append(decisions.measure(num_pods, num_blocks))
             on_figure(str(results.decisions[-1]))
     return results
 
@@ -175,19 +176,3 @@ def _streams(system: System, load: Child, what: StreamLoad) -> Streams:
 def _percentiles(seconds: list[float]) -> tuple[float, float]:
     percentiles = statistics.quantiles(seconds, n=100)
     return percentiles[49], percentiles[98]
-
-
-def _medians(samples: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(column) for column in zip(*samples, strict=True)]
-
-
-def as_json(results: Results) -> dict[str, object]:
-    """Returns the results for a file."""
-    return {
-        "versions": results.versions,
-        **{
-            name: [{"system": system, "load": load, **figures._asdict()} for (system, load), figures in table.items()]
-            for name, table in (("answers", results.answers), ("streams", results.streams), ("idle", results.idle))
-        },
-        "decisions": [times._asdict() for times in results.decisions],
-    }

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from benchmarks.page import Verdict
+from benchmarks.harness.report import Page, Verdict, table, verdict_table
 from benchmarks.router.measure import Results, StreamLoad
 from benchmarks.router.systems import OURS, RIVAL
 
-PACKAGES = ("grpcio", "protobuf", "uvicorn", "uvloop", "httptools", "tokenizers", "msgspec")  # whose versions matter
 MAX_ADDED_S = 3e-3
 MIN_TOKENS_PER_CPU_S = 15_000
 MAX_DECISION_US = 200
 MAX_BYTES_PER_STREAM = 40 * 1000
+
+_Figures = TypeVar("_Figures")
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -38,66 +40,63 @@ def verdicts(results: Results) -> list[Verdict]:
     return found
 
 
-def format_tables(results: Results, found: Sequence[Verdict]) -> str:
-    """All tables, in markdown."""
-    lines = ["## Targets", "", "| target | measured | |", "|---|---|---|"]
-    lines += [f"| {each.target} | {each.measured} | {'pass' if each.is_met else '**FAIL**'} |" for each in found]
-    lines += ["", "## Answers of one token", "", *_answers(results)]
-    lines += ["", "## Streams", "", *_streams(results)]
-    lines += ["", "## Memory per open stream", "", *_idle(results)]
-    lines += ["", "## Decisions", "", *_decisions(results)]
+def make_page(machine: dict[str, str], results: Results) -> Page:
+    """Prints the tables, and returns the page with them."""
+    words = "`python -m benchmarks.router`, whose help says what is measured. Medians."
+    page = Page("What the router costs", words, {**machine, **results.versions})
+    page.add("", *verdict_table(verdicts(results)))
+    for title, lines in (
+        ("Answers of one token", _answers(results)),
+        ("Streams", _streams(results)),
+        ("Memory per open stream", _idle(results)),
+        ("Decisions", _decisions(results)),
+    ):
+        page.section(title)
+        page.add(*lines)
     if RIVAL not in results.versions:
-        lines += ["", f"{RIVAL} was not measured: it is not installed, or was left out."]
-    return "\n".join(lines) + "\n"
+        page.add("", f"{RIVAL} was not measured: it is not installed, or was left out.")
+    return page
 
 
-def format_page(machine: dict[str, str], results: Results, found: Sequence[Verdict], note: str) -> str:
-    """The page that a run writes."""
-    facts = {**machine, **results.versions}
-    lines = ["# What the router costs", "", "`python -m benchmarks.router`, whose help says what is measured. Medians."]
-    lines += ["", *(f"- {name}: {value}" for name, value in facts.items())]
-    lines += ["", note] if note else []
-    return "\n".join([*lines, "", format_tables(results, found)])
+def _by_load(figures: Mapping[tuple[str, Any], _Figures]) -> list[tuple[str, Any, _Figures]]:
+    """Returns system, load and figures, with the systems of one load side by side."""
+    found = [(name, load, each) for (name, load), each in figures.items()]
+    return sorted(found, key=lambda item: (item[1], item[0]))
 
 
 def _answers(results: Results) -> list[str]:
-    lines = [
-        "| at once | system | requests/s | p50, ms | p99 | direct p50 | direct p99 | added p50 | added p99 | CPU, ms |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (name, concurrency), each in sorted(results.answers.items(), key=lambda item: (item[0][1], item[0][0])):
-        times = [each.p50_s, each.p99_s, each.direct_p50_s, each.direct_p99_s, each.added_p50_s, each.added_p99_s]
-        cells = " | ".join(f"{1e3 * seconds:.2f}" for seconds in [*times, each.cpu_s])
-        lines.append(f"| {concurrency} | {name} | {each.requests_per_s:,.0f} | {cells} |")
-    return lines
+    columns = (
+        "at once | system | requests/s | p50, ms | p99 | direct p50 | direct p99 | added p50 | added p99 | CPU, ms"
+    )
+    return table(
+        columns,
+        (
+            (load, name, f"{each.requests_per_s:,.0f}", *(f"{1e3 * seconds:.2f}" for seconds in each[1:]))
+            for name, load, each in _by_load(results.answers)
+        ),
+    )
 
 
 def _streams(results: Results) -> list[str]:
-    lines = [
-        "| streams | tokens/s of each | system | tokens/s per core of the router | tokens/s | tokens per event |",
-        "|---|---|---|---|---|---|",
-    ]
-    for (name, load), each in sorted(results.streams.items(), key=lambda item: (item[0][1], item[0][0])):
+    rows = []
+    for name, load, each in _by_load(results.streams):
         rate = f"{1 / load.step_s:.0f}" if load.step_s else "as many as come"
-        figures = f"{each.tokens_per_cpu_s:,.0f} | {each.tokens_per_s:,.0f} | {each.tokens_per_event:.2f}"
-        lines.append(f"| {load.num_streams} | {rate} | {name} | {figures} |")
-    return lines
+        figures = (f"{each.tokens_per_cpu_s:,.0f}", f"{each.tokens_per_s:,.0f}", f"{each.tokens_per_event:.2f}")
+        rows.append((load.num_streams, rate, name, *figures))
+    columns = "streams | tokens/s of each | system | tokens/s per core of the router | tokens/s | tokens per event"
+    return table(columns, rows)
 
 
 def _idle(results: Results) -> list[str]:
-    lines = ["| open streams | system | KB each |", "|---|---|---|"]
-    for (name, number), each in sorted(results.idle.items(), key=lambda item: (item[0][1], item[0][0])):
-        lines.append(f"| {number} | {name} | {each.bytes_per_stream / 1e3:.1f} |")
-    return lines
+    rows = [(load, name, f"{each.bytes_per_stream / 1e3:.1f}") for name, load, each in _by_load(results.idle)]
+    return table("open streams | system | KB each", rows)
 
 
 def _decisions(results: Results) -> list[str]:
-    lines = ["| pods | indexed blocks | p50, us | p99, us |", "|---|---|---|---|"]
-    lines += [
-        f"| {each.num_pods} | {each.num_blocks:,} | {each.p50_us:.0f} | {each.p99_us:.0f} |"
-        for each in results.decisions
-    ]
-    return lines
+    return table(
+        "pods | indexed blocks | p50, us | p99, us | index, bytes per block and pod",
+        (row[:1] + tuple(f"{figure:,.0f}" for figure in row[1:]) for row in results.decisions),
+    )
 
 
 def _streams_of(load: StreamLoad) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.router.processes import Child, ChildEndedError
+from benchmarks.harness.checkouts import HERE, Checkout
+from benchmarks.harness.processes import Child, ChildEndedError, free_port
 from benchmarks.router.workload import ANSWER, MODEL
 
 _START_S = 60.0
@@ -40,7 +40,7 @@ class System:
         """See Pace.set."""
         self.decode_side.tell(word)
 
-    def ask_directly(self, load: Child, concurrency: int, count: int) -> dict[str, Any]:
+    def ask_directly(self, load: Child, concurrency: int, count: int) -> Any:
         """One-token answers past the router."""
         if self.name == RIVAL:
             return load.ask("answers", self.decode, concurrency, count)
@@ -48,19 +48,20 @@ class System:
 
 
 @contextmanager
-def baton(*, directory: Path | None = None, options: Sequence[str] = (), answer: str = ANSWER) -> Iterator[System]:
-    """Our router between fake pods that give this answer. `directory`: the checkout that the router is of, by default
-    this one; `options`: more of its options. Raises ChildEndedError if it does not start."""
+def baton(*, checkout: Checkout = HERE, options: Sequence[str] = (), answer: str = ANSWER) -> Iterator[System]:
+    """A router of ours, of this checkout, between fake pods that give this answer. `options`: more of its options.
+    Raises ChildEndedError if it does not start."""
     with ExitStack() as stack:
-        sides = [stack.enter_context(Child("benchmarks.router.pods", role, answer)) for role in ("prefill", "decode")]
+        sides = [
+            stack.enter_context(Child("-m", "benchmarks.router.pods", role, answer)) for role in ("prefill", "decode")
+        ]
         prefill, decode = (side.read_line() for side in sides)
         # The knobs of the benchmark, and none for speed: these are the defaults.
         settings = ["--prefill", prefill, "--decode", decode, "--port", "0", "--grpc-port", "0"]
         settings += ["--served-model-name", MODEL, "--remote-prefill", "prefer", "--max-inflight", str(_MAX_STREAMS)]
-        router = stack.enter_context(
-            Child("router", *settings, "--log-level", "warning", *options, directory=directory)
-        )
-        words = dict(word.split("=", 1) for word in router.read_line().split() if "=" in word)
+        command = ("-m", "router", *settings, "--log-level", "warning", *options)
+        router = stack.enter_context(Child(*command, variables=checkout.variables, directory=checkout.root))
+        words = router.read_ready()
         address = words["http"].removeprefix("http://")
         _wait_until_healthy(address, router)
         version = importlib.metadata.version("baton-llm")
@@ -74,13 +75,13 @@ def sglang_router() -> Iterator[System]:
     if version is None:
         raise ImportError(f"{RIVAL} is not installed")
     with ExitStack() as stack:
-        sides = [stack.enter_context(Child("benchmarks.router.backends", role)) for role in ("prefill", "decode")]
+        sides = [stack.enter_context(Child("-m", "benchmarks.router.backends", role)) for role in ("prefill", "decode")]
         prefill, decode = (side.read_line() for side in sides)
-        port, metrics_port = _free_port(), _free_port()
+        port, metrics_port = free_port(), free_port()
         options = ["--pd-disaggregation", "--prefill", f"http://{prefill}", "none", "--decode", f"http://{decode}"]
         options += ["--policy", "round_robin", "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
         options += ["--prometheus-port", str(metrics_port), "--max-concurrent-requests", str(_MAX_STREAMS)]
-        router = stack.enter_context(Child("sglang_router.launch_router", *options, quiet=True))
+        router = stack.enter_context(Child("-m", "sglang_router.launch_router", *options, stdout=subprocess.DEVNULL))
         address = f"127.0.0.1:{port}"
         _wait_until_healthy(address, router, path="/readiness")
         yield System(RIVAL, version, address, router, prefill, decode, sides[1])
@@ -105,8 +106,3 @@ def _wait_until_healthy(address: str, router: Child, path: str = "/health") -> N
         except (urllib.error.URLError, OSError):
             time.sleep(_POLL_S)
     raise TimeoutError(f"http://{address}{path} did not answer 200 within {_START_S:g} s")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -10,21 +10,23 @@ learned rates. Results depend on nothing but the seed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.report import Page, row, table
+from benchmarks.simulate.overload import COLUMNS as OVERLOAD_COLUMNS
 from benchmarks.simulate.overload import HEAD as OVERLOAD_HEAD
-from benchmarks.simulate.overload import LOADS, MODES, Overload, format_overload, overload
-from benchmarks.simulate.report import RouterRow, Row, format_markdown, format_routers, verdicts
+from benchmarks.simulate.overload import LOADS, MODES, overload
+from benchmarks.simulate.report import RouterRow, Row, policies_table, routers_table, verdicts
 from benchmarks.simulate.timing import CPU_DEMO, H100_8B
-from benchmarks.simulate.traces import MAKERS, Trace, TraceMaker
+from benchmarks.simulate.traces import MAKERS, TraceMaker
 from planning.simulator.cluster import Outcome, SimulatedCluster
 from planning.simulator.hardware import Hardware
 from planning.simulator.router import Setting
+from planning.simulator.trace import Trace
 
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "session_affinity", "prefix_affinity", "kv_aware")
 _FEW_POLICIES = ("round_robin", "least_loaded", "kv_aware")
@@ -80,7 +82,7 @@ SETUPS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table per set-up, and what it says about the targets."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.simulate", __doc__)
     parser.add_argument("--setup", choices=SETUPS, action="append", help="default: all")
     parser.add_argument("--trace", choices=[make.__name__ for make in MAKERS], action="append", help="default: all")
     parser.add_argument("--policies", help="separated by |, as their parts are by commas; default: the set-up's")
@@ -88,48 +90,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--routers", type=int, action="append", help="so many on the same pods, next to one")
     parser.add_argument("--overload", action="store_true", help="admission under overload, instead of policies")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     args = parser.parse_args(argv)
     if args.overload:
-        table = format_overload(list(show_overload()))
-        print("\n" + table)
-        if args.markdown:
-            args.markdown.write_text(OVERLOAD_HEAD + table)
+        page = Page(*OVERLOAD_HEAD, {})
+        page.add("", *table(OVERLOAD_COLUMNS))
+        for load in LOADS:
+            for mode in MODES:
+                page.add(row(*overload(load, mode).cells))
+        page.write(args.markdown)
         return 0
-    parts = []
+    page = Page(*(_ROUTERS_HEAD if args.routers else _HEAD), {})
     for name in args.setup or SETUPS:
         setup = SETUPS[name]
         traces = [setup.trace(trace_name, args.requests, args.seed) for trace_name in args.trace or setup.rates]
+        page.section(setup.title)
         if args.routers:
-            parts.append(format_routers(setup.title, [compare_routers(setup, trace, args.routers) for trace in traces]))
+            page.add(*routers_table([compare_routers(setup, trace, args.routers) for trace in traces]))
         else:
             policies = args.policies.split("|") if args.policies else setup.policies
-            rows = [row for trace in traces for row in compare(setup, trace, policies)]
-            parts.append(format_markdown(setup.title, rows, verdicts(rows)))
-        print("\n" + parts[-1], flush=True)
-    if args.markdown:
-        args.markdown.write_text((_ROUTERS_HEAD if args.routers else _HEAD) + "\n".join(parts))
+            rows = [each for trace in traces for each in compare(setup, trace, policies)]
+            page.add(*policies_table(rows, verdicts(rows)))
+    page.write(args.markdown)
     return 0
-
-
-def show_overload() -> Iterator[Overload]:
-    """All ways under all loads."""
-    for load in LOADS:
-        for mode in MODES:
-            row = overload(load, mode)
-            print(row.line, file=sys.stderr, flush=True)
-            yield row
 
 
 def compare(setup: Setup, trace: Trace, policies: Sequence[str]) -> list[Row]:
     """One row per policy, and kv_aware once more with remote_prefill auto if there are prefill pods."""
-    rows = []
-    for policy in policies:
-        rows.append(Row(trace.name, trace.shares, policy, run(setup, trace, policy, "prefer")))
-        print(rows[-1].line, file=sys.stderr, flush=True)
+    rows = [Row(trace.name, trace.shares, policy, run(setup, trace, policy, "prefer")) for policy in policies]
     if setup.num_prefill and "kv_aware" in policies:
         rows.append(Row(trace.name, trace.shares, "kv_aware, auto", run(setup, trace, "kv_aware", "auto")))
-        print(rows[-1].line, file=sys.stderr, flush=True)
     return rows
 
 
@@ -153,8 +142,9 @@ def run(setup: Setup, trace: Trace, policy: str, remote_prefill: str, num_router
     return outcome
 
 
-_HEAD = """# Routing policies on simulated clusters
-
+_HEAD = (
+    "Routing policies on simulated clusters",
+    """\
 `python -m benchmarks.simulate --markdown FILE`. Pods and time are simulated; policies, prefix index, load accounting
 and learned rates are the router's own. The timing of the H100 pods follows from the hardware's figures, that of the CPU
 pods is fitted to [engine.md](engine.md); both are in `benchmarks/simulate/timing.py`. Results depend on nothing but the
@@ -162,20 +152,19 @@ seed.
 
 Policies have `remote_prefill: prefer`, so that only they differ; the last row of each trace is the router's default.
 Cached: share of the prompts' tokens that whoever computed them had in its cache. Local: prompts that decode pods
-computed. Goodput: requests per second with the first token within 500 ms and 25 ms per further token.
+computed. Goodput: requests per second with the first token within 500 ms and 25 ms per further token.""",
+)
 
-"""
-
-_ROUTERS_HEAD = """# Several routers on the same pods
-
+_ROUTERS_HEAD = (
+    "Several routers on the same pods",
+    """\
 `python -m benchmarks.simulate --routers 2 --routers 4 --markdown FILE`. kv_aware with `remote_prefill: auto`; each
 request, also each turn of a conversation, comes to any of the routers by lot. A router has an index of its own, fed by
 the pods' events, and knows of no claims but its own.
 
 Cached: share of the prompts' tokens that whoever computed them had in its cache. Kept: for each router, that share of
-its requests over that of the same requests when one router takes them all; the target is 90 % for the worst of them.
-
-"""
+its requests over that of the same requests when one router takes them all; the target is 90 % for the worst.""",
+)
 
 
 if __name__ == "__main__":

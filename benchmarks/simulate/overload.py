@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -40,20 +40,12 @@ class Overload(NamedTuple):
     ttft_p99_s: float
 
     @property
-    def line(self) -> str:
-        """Returns the row of a table."""
-        figures = [
-            f"{self.load:g}",
-            self.mode,
-            f"{self.offered:.1f}",
-            f"{self.served:.1f}",
-            f"{self.good:.1f}",
-            f"{self.refused:.0%}",
-            f"{self.kept:.0%}",
-            f"{self.ttft_p50_s * 1e3:.0f}",
-            f"{self.ttft_p99_s * 1e3:.0f}",
-        ]
-        return "| " + " | ".join(figures) + " |"
+    def cells(self) -> Iterator[str]:
+        """Returns the row of the table."""
+        yield from (f"{self.load:g}", self.mode)
+        yield from (f"{rate:.1f}" for rate in (self.offered, self.served, self.good))
+        yield from (f"{share:.0%}" for share in (self.refused, self.kept))
+        yield from (f"{seconds * 1e3:.0f}" for seconds in (self.ttft_p50_s, self.ttft_p99_s))
 
 
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
@@ -84,8 +76,9 @@ def overload(load: float, mode: str, *, num_pods: int = 2, seconds: float = _SEC
     )
 
 
-HEAD = f"""# Admission under overload, on a simulated cluster
-
+HEAD = (
+    "Admission under overload, on a simulated cluster",
+    f"""\
 `python -m benchmarks.simulate --overload --markdown FILE`. One minute of prompts that share nothing (2,000 tokens in
 the mean, log-normal; answers of 200) for 2 prefill and 2 decode pods with the timing of an H100 and an 8B model,
 `remote_prefill: auto`. Load 1 is what the prefill pods can compute; decode pods compute some more when they are late.
@@ -95,18 +88,6 @@ the seed.
 In time: first token within {TTFT_S * 1e3:g} ms and {ITL_S * 1e3:g} ms per further token. Served: per second until all
 were served. Three ways: sent to the pods as they come, as if there were no admission; through the router's queue,
 which is as long as it takes; and with the limits named in `x-slo-ttft-ms` and `x-slo-itl-ms`, with the default
-settings. TTFT is of those served.
-
-"""
-
-
-def format_overload(rows: Sequence[Overload]) -> str:
-    """A table."""
-    return "\n".join(
-        [
-            "| load | | offered, 1/s | served, 1/s | goodput, 1/s | refused | in time | TTFT p50, ms | TTFT p99, ms |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *(row.line for row in rows),
-            "",
-        ]
-    )
+settings. TTFT is of those served.""",
+)
+COLUMNS = "load |  | offered, 1/s | served, 1/s | goodput, 1/s | refused | in time | TTFT p50, ms | TTFT p99, ms"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from benchmarks.harness.report import table
 from planning.simulator.cluster import Outcome, hit_rate
 
 _GOOD_TTFT_S, _GOOD_TPOT_S = 0.5, 0.025
@@ -22,19 +23,18 @@ class Row(NamedTuple):
     outcome: Outcome
 
     @property
-    def line(self) -> str:
+    def cells(self) -> list[str]:
         """Returns the row of a table."""
         outcome = self.outcome
-        figures = [
-            f"{outcome.ttft(50) * 1e3:.0f}",
-            f"{outcome.ttft(99) * 1e3:.0f}",
-            f"{outcome.itl(50) * 1e3:.1f}",
-            f"{outcome.itl(99) * 1e3:.1f}",
+        return [
+            self.trace,
+            self.policy,
+            *(f"{outcome.ttft(percentile) * 1e3:.0f}" for percentile in (50, 99)),
+            *(f"{outcome.itl(percentile) * 1e3:.1f}" for percentile in (50, 99)),
             f"{outcome.goodput(_GOOD_TTFT_S, _GOOD_TPOT_S):.1f}",
             f"{outcome.hit_rate:.0%}",
             f"{outcome.local_share:.0%}",
         ]
-        return "| " + " | ".join([self.trace, self.policy, *figures]) + " |"
 
 
 class Verdict(NamedTuple):
@@ -79,14 +79,13 @@ class RouterRow(NamedTuple):
         return self.kept >= _KEPT
 
     @property
-    def lines(self) -> list[str]:
-        """Returns rows of a table, one per number of routers."""
-        return [
-            f"| {self.trace} | {_num_routers(outcome)} | {outcome.ttft(50) * 1e3:.0f} | {outcome.ttft(99) * 1e3:.0f} "
-            f"| {outcome.goodput(_GOOD_TTFT_S, _GOOD_TPOT_S):.1f} | {outcome.hit_rate:.1%} "
-            f"| {self._kept(outcome):.1%} |"
-            for outcome in (self.one, *self.several)
-        ]
+    def rows(self) -> Iterator[list[object]]:
+        """Yields rows of a table, one per number of routers."""
+        for outcome in (self.one, *self.several):
+            times = (f"{outcome.ttft(percentile) * 1e3:.0f}" for percentile in (50, 99))
+            goodput = f"{outcome.goodput(_GOOD_TTFT_S, _GOOD_TPOT_S):.1f}"
+            shares = (f"{outcome.hit_rate:.1%}", f"{self._kept(outcome):.1%}")
+            yield [self.trace, _num_routers(outcome), *times, goodput, *shares]
 
     def _kept(self, outcome: Outcome) -> float:
         """By the router that has lost most."""
@@ -103,35 +102,21 @@ def _num_routers(outcome: Outcome) -> int:
     return 1 + max(each.router for each in outcome.served)
 
 
-def format_routers(title: str, rows: Sequence[RouterRow]) -> str:
-    """A section: how several routers do next to one."""
-    lines = [
-        f"## {title}",
-        "",
-        "| trace | routers | TTFT p50, ms | TTFT p99, ms | goodput, 1/s | cached | kept by the worst |",
-        "|---|---|---|---|---|---|---|",
-        *(line for row in rows for line in row.lines),
-        "",
-        *(f"{row.trace}: target {'met' if row.holds else 'missed'}, {row.kept:.1%} kept" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
+def routers_table(rows: Sequence[RouterRow]) -> list[str]:
+    """Returns the lines of a section: how several routers do next to one."""
+    columns = "trace | routers | TTFT p50, ms | TTFT p99, ms | goodput, 1/s | cached | kept by the worst"
+    lines = table(columns, (cells for row in rows for cells in row.rows))
+    found = (f"{row.trace}: target {'met' if row.holds else 'missed'}, {row.kept:.1%} kept" for row in rows)
+    return [*lines, "", *found]
 
 
-def format_markdown(title: str, rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
-    """A section: table and verdicts."""
-    lines = [
-        f"## {title}",
-        "",
-        "| trace | policy | TTFT p50, ms | TTFT p99, ms | ITL p50, ms | ITL p99, ms | goodput, 1/s | cached | local |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(row.line for row in rows),
-        "",
-        "kv_aware's TTFT over that of the better of round robin and least loaded; below 1 it is ahead:",
-        "",
-        "| trace | p50 | p99 | target |",
-        "|---|---|---|---|",
-    ]
+def policies_table(rows: Sequence[Row], judged: Sequence[Verdict]) -> list[str]:
+    """Returns the lines of a section: table and verdicts."""
+    columns = "trace | policy | TTFT p50, ms | TTFT p99, ms | ITL p50, ms | ITL p99, ms | goodput, 1/s | cached | local"
+    targets = []
     for p50, p99 in zip(judged[::2], judged[1::2], strict=True):
         met = "met" if p50.holds and p99.holds else "missed"
-        lines.append(f"| {p50.trace} | {p50.ratio:.2f} | {p99.ratio:.2f} | {met} |")
-    return "\n".join(lines) + "\n"
+        targets.append((p50.trace, f"{p50.ratio:.2f}", f"{p99.ratio:.2f}", met))
+    words = "kv_aware's TTFT over that of the better of round robin and least loaded; below 1 it is ahead:"
+    lines = table(columns, (row.cells for row in rows))
+    return [*lines, "", words, "", *table("trace | p50 | p99 | target", targets)]

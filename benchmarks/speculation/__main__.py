@@ -30,16 +30,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import transformers
-
-from benchmarks.engine import make_random_model
-from benchmarks.page import describe_torch_machine
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.figures import in_turn
+from benchmarks.harness.models import make_random_model
+from benchmarks.harness.report import Page, describe_torch_machine, row, spread, table
 from benchmarks.speculation import forced
 from benchmarks.speculation.texts import LOADS, Text, Words
 from common.engine.client.inproc import InprocClient
-from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
 
@@ -78,7 +78,7 @@ class Engine:
         self.has_answers = has_answers
         processors = [forced.NAME] if has_answers else []
         config = EngineConfig(
-            model=ModelConfig(model=str(model), dtype=dtype, logits_processors=processors),
+            model=ModelConfig(model=str(model), dtype=cast("DType", dtype), logits_processors=processors),
             cache=CacheConfig(enable_prefix_caching=False, num_blocks=_KV_TOKENS // _BLOCK_SIZE),
             scheduler=SchedulerConfig(target_itl_ms=None, max_num_seqs=max_num_seqs),
             speculation=SpeculationConfig(speculative=None if speculative == OFF else speculative),
@@ -141,7 +141,9 @@ def engines(
     gc.collect()
 
 
-def in_turn(sides: dict[str, Engine], load: str, batch: int, num_tokens: int, repeats: int) -> list[dict[str, Run]]:
+def measure_load(
+    sides: dict[str, Engine], load: str, batch: int, num_tokens: int, repeats: int
+) -> list[dict[str, Run]]:
     """`turns_of` requests of one of the LOADS."""
     batches = []
     for repeat in range(repeats + 1):
@@ -155,8 +157,7 @@ def turns_of(sides: dict[str, Engine], batches: Sequence[Sequence[Text]], num_to
     differ."""
     turns = []
     for repeat, texts in enumerate(batches):
-        names = list(sides) if repeat % 2 else list(reversed(sides))
-        runs = {name: sides[name].run(texts, num_tokens) for name in names}
+        runs = {name: side.run(texts, num_tokens) for name, side in in_turn(sides.items(), repeat)}
         expected = [text.answer[:num_tokens] for text in texts]
         if any(sides[name].has_answers and run.tokens != expected for name, run in runs.items()):
             raise RuntimeError("tokens differ from the answers")
@@ -189,19 +190,15 @@ def _long_enough(load: str, words: Words, seed: int, num_tokens: int) -> Text:
 def rows(model: str, dtype: str, load: str, batch: int, turns: Sequence[dict[str, Run]]) -> Iterator[str]:
     """Yields rows of a table: one per method."""
     for name in [each for each in sorted(turns[0]) if each != OFF]:
-        off = statistics.median(turn[OFF].tokens_per_s for turn in turns)
-        on = statistics.median(turn[name].tokens_per_s for turn in turns)
-        ratios = sorted(turn[name].tokens_per_s / turn[OFF].tokens_per_s for turn in turns)
+        off, on = (statistics.median(turn[each].tokens_per_s for turn in turns) for each in (OFF, name))
+        ratios = [turn[name].tokens_per_s / turn[OFF].tokens_per_s for turn in turns]
         verified, accepted, steps, generated = (
             sum(getattr(turn[name], field) for turn in turns)
             for field in ("num_verified", "num_accepted", "num_steps", "num_generated")
         )
         share = f"{accepted / verified:.0%}" if verified else "none verified"
-        yield (
-            f"| {model} | {dtype} | {load} | {batch} | {_short(name)} | {off:.1f} | {on:.1f} | "
-            f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] | {share} | "
-            f"{generated / steps / batch:.2f} |"
-        )
+        figures = (f"{off:.1f}", f"{on:.1f}", spread(ratios, ".2f"), share, f"{generated / steps / batch:.2f}")
+        yield row(model, dtype, load, batch, _short(name), *figures)
 
 
 def _short(method: str) -> str:
@@ -213,12 +210,10 @@ def _short(method: str) -> str:
 def verify_row(model: str, dtype: str, turns: Sequence[dict[str, Run]]) -> str:
     """Returns a row of the first table."""
     off, on = ([turn[name].seconds / turn[name].num_steps * 1e3 for turn in turns] for name in (OFF, RIGHT))
-    ratios = sorted(late / early for early, late in zip(off, on, strict=True))
+    ratios = [late / early for early, late in zip(off, on, strict=True)]
     drafts = statistics.median(turn[RIGHT].num_verified / turn[RIGHT].num_steps for turn in turns)
-    return (
-        f"| {model} | {dtype} | {statistics.median(off):.2f} | {statistics.median(on):.2f} | "
-        f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] | {drafts:.2f} |"
-    )
+    medians = (f"{statistics.median(each):.2f}" for each in (off, on))
+    return row(model, dtype, *medians, spread(ratios, ".2f"), f"{drafts:.2f}")
 
 
 def measure(directory: Path, args: argparse.Namespace) -> Iterator[str]:
@@ -226,39 +221,29 @@ def measure(directory: Path, args: argparse.Namespace) -> Iterator[str]:
     models = {name: make_random_model(directory, name) for name in args.models}
     cases = [(name, dtype) for name in models for dtype in args.dtypes]
     if "verify" in args.sections:
-        yield from _heading("Steps that verify", "model", "dtype", "decode, ms", "with drafts, ms", "ratio", "drafts")
+        yield from ("", "## Steps that verify", "")
+        yield from table("model | dtype | decode, ms | with drafts, ms | ratio | drafts")
         for name, dtype in cases:
             with engines(models[name], dtype, [RIGHT], 1) as sides:
-                yield verify_row(name, dtype, in_turn(sides, "random", 1, args.tokens, args.repeats))
-    columns = (
-        "model",
-        "dtype",
-        "load",
-        "batch",
-        "method",
-        "off, tokens/s",
-        "on, tokens/s",
-        "ratio",
-        "right",
-        "tokens per step",
-    )
+                yield verify_row(name, dtype, measure_load(sides, "random", 1, args.tokens, args.repeats))
+    columns = "model | dtype | load | batch | method | off, tokens/s | on, tokens/s | ratio | right | tokens per step"
     if "repetitive" in args.sections:
-        yield from _heading("Texts that repeat", *columns)
+        yield from ("", "## Texts that repeat", "", *table(columns))
         for name, dtype in cases:
             with engines(models[name], dtype, ["ngram", "suffix"], 1) as sides:
                 for load in ("code edit", "retrieval", "JSON"):
-                    yield from rows(name, dtype, load, 1, in_turn(sides, load, 1, args.tokens, args.repeats))
+                    yield from rows(name, dtype, load, 1, measure_load(sides, load, 1, args.tokens, args.repeats))
     if "random" in args.sections:
-        yield from _heading("Texts that do not", *columns)
+        yield from ("", "## Texts that do not", "", *table(columns))
         for name, dtype in cases:
             with engines(
                 models[name], dtype, ["ngram", "suffix", WRONG, CONTROL], max(args.batches), has_answers=False
             ) as sides:
                 for batch in args.batches:
-                    turns = in_turn(sides, "random", batch, args.tokens, args.repeats)
+                    turns = measure_load(sides, "random", batch, args.tokens, args.repeats)
                     yield from rows(name, dtype, "random", batch, turns)
     if "draft" in args.sections:
-        yield from _heading("A draft model", *columns)
+        yield from ("", "## A draft model", "", *table(columns))
         for name, dtype in cases:
             if name not in _DRAFT_MODELS:
                 continue
@@ -268,37 +253,23 @@ def measure(directory: Path, args: argparse.Namespace) -> Iterator[str]:
                 yield from rows(name, dtype, "70 % foreseen", 1, turns_of(sides, batches, args.tokens))
 
 
-def _heading(title: str, *columns: str) -> Iterator[str]:
-    yield from ("", f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}")
-
-
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speculation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.speculation", __doc__, repeats=3)
     parser.add_argument("--models", nargs="+", choices=["100M", "0.6B"], default=["100M"])
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="of random texts")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
-    lines = ["# Speculation", "", "`python -m benchmarks.speculation`; see its `--help`.", ""]
-    lines += [f"- {key}: {value}" for key, value in describe_torch_machine().items()]
+    page = Page("Speculation", "`python -m benchmarks.speculation`; see its `--help`.", describe_torch_machine())
     with tempfile.TemporaryDirectory() as scratch:
         packages = Path(scratch) / "packages"
         packages.mkdir()
         forced.install(packages)
         for line in measure(Path(scratch), args):
-            print(line, flush=True)
-            lines.append(line)
-    if args.markdown:
-        args.markdown.write_text("\n".join(lines) + "\n")
+            page.add(line)
+    page.write(args.markdown)
     return 0
 
 

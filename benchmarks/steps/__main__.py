@@ -16,22 +16,20 @@ With --before the engine of another checkout takes turns with this one's, in the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
-from benchmarks.handoff.sides import ROOT, Side
-from benchmarks.page import describe_torch_machine
+from benchmarks.harness.checkouts import sides_of
+from benchmarks.harness.command import make_parser
+from benchmarks.harness.figures import in_turn
+from benchmarks.harness.processes import Child
+from benchmarks.harness.report import Page, describe_torch_machine, row, table
+from benchmarks.steps import side as side_module
 from benchmarks.steps.side import Load, Run, Times
 
-SIDE = Path(__file__).with_name("side.py")
 USED_BLOCKS = 1601  # written within a few runs
 UNUSED_BLOCKS = 4801  # enough for the warm-up and MAX_UNUSED_RUNS runs that cache all they compute
 MAX_UNUSED_RUNS = 4
@@ -47,41 +45,18 @@ CACHING = {
     "unused": Load(32, 256, 64, 0.0, True, UNUSED_BLOCKS, 0),
 }
 
-Runner = Callable[[Load], Run]
+Sides = Mapping[str, Child]  # engines of the checkouts, in processes of their own
 
 
-@contextmanager
-def side_of(side: Side) -> Iterator[Runner]:
-    """The engines of one checkout, in a process of its own."""
-    command = [sys.executable, str(SIDE)]
-    with subprocess.Popen(
-        command, cwd=side.root, env=side.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        orders, answers = process.stdin, process.stdout
-
-        def run(load: Load) -> Run:
-            print(json.dumps(asdict(load)), file=orders, flush=True)
-            answer = json.loads(answers.readline() or "null")
-            if answer is None:
-                raise RuntimeError(f"the engine of {side.root} has died")
-            return Run(Times(**answer["step"]), Times(**answer["total"]), answer["digest"])
-
-        try:
-            yield run
-        finally:
-            orders.close()
-
-
-def in_turn(runners: Mapping[str, Runner], loads: Sequence[Load], repeats: int) -> dict[str, list[list[Run]]]:
+def measure(sides: Sides, loads: Sequence[Load], repeats: int) -> dict[str, list[list[Run]]]:
     """Each of the loads on each of the sides, so often. Raises RuntimeError if their tokens differ."""
-    found: dict[str, list[list[Run]]] = {name: [[] for _ in loads] for name in runners}
+    found: dict[str, list[list[Run]]] = {name: [[] for _ in loads] for name in sides}
     for repeat in range(WARM_UPS + repeats):
-        turns = [(name, index) for name in runners for index in range(len(loads))]
+        turns = [(name, index) for name in sides for index in range(len(loads))]
         runs = {}
-        for name, index in turns if repeat % 2 else reversed(turns):
-            runs[name, index] = runners[name](replace(loads[index], seed=repeat))
+        for name, index in in_turn(turns, repeat):
+            answer = sides[name].ask(asdict(replace(loads[index], seed=repeat)))
+            runs[name, index] = Run(Times(**answer["step"]), Times(**answer["total"]), answer["digest"])
         if len({run.digest for run in runs.values()}) > 1:
             raise RuntimeError("the sides gave different tokens")
         for (name, index), run in runs.items():
@@ -90,34 +65,36 @@ def in_turn(runners: Mapping[str, Runner], loads: Sequence[Load], repeats: int) 
     return found
 
 
-def steps_table(runners: Mapping[str, Runner], repeats: int) -> Iterator[str]:
+def steps_table(sides: Sides, repeats: int) -> Iterator[str]:
     """Rows of microseconds per step."""
-    yield "| batch | engine | schedule | prepare | sample | update | encode | all but forward, us | forward, us |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield from table(
+        "batch | engine | schedule | prepare | sample | update | encode | all but forward, us | forward, us"
+    )
     for batch, load in STEPS.items():
-        for name, (runs,) in in_turn(runners, [load], repeats).items():
+        for name, (runs,) in measure(sides, [load], repeats).items():
             cells = [
                 f"{statistics.median(getattr(run.step, field) for run in runs) * 1e6:.0f}"
                 for field in ("schedule", "prepare", "sample", "update", "encode", "overhead", "forward")
             ]
-            yield " | ".join([f"| {batch}", name, *cells]) + " |"
+            yield row(batch, name, *cells)
 
 
-def caching_table(runners: Mapping[str, Runner], repeats: int) -> Iterator[str]:
+def caching_table(sides: Sides, repeats: int) -> Iterator[str]:
     """Rows of milliseconds per run, with caching and without."""
-    yield "| KV cache | engine | with, ms | without, ms | difference | of it in the forward pass, ms | elsewhere, ms |"
-    yield "|---|---|---|---|---|---|---|"
+    yield from table(
+        "KV cache | engine | with, ms | without, ms | difference | of it in the forward, ms | elsewhere, ms"
+    )
     for kind, load in CACHING.items():
         count = repeats if kind == "used" else min(repeats, MAX_UNUSED_RUNS)
-        found = in_turn(runners, [load, replace(load, is_caching=False)], count)
+        found = measure(sides, [load, replace(load, is_caching=False)], count)
         for name, (cached, plain) in found.items():
             pairs = list(zip(cached, plain, strict=True))
             forward = statistics.median((on.total.forward - off.total.forward) * 1e3 for on, off in pairs)
             elsewhere = statistics.median((on.total.overhead - off.total.overhead) * 1e3 for on, off in pairs)
             share = statistics.median(_seconds(on) / _seconds(off) - 1 for on, off in pairs)
             with_ms, without_ms = (statistics.median(map(_seconds, runs)) * 1e3 for runs in (cached, plain))
-            cells = f"{with_ms:.0f} | {without_ms:.0f} | {share:+.1%} | {forward:+.1f} | {elsewhere:+.1f}"
-            yield f"| {kind} | {name} | {cells} |"
+            figures = (f"{with_ms:.0f}", f"{without_ms:.0f}", f"{share:+.1%}", f"{forward:+.1f}", f"{elsewhere:+.1f}")
+            yield row(kind, name, *figures)
 
 
 def _seconds(run: Run) -> float:
@@ -126,25 +103,17 @@ def _seconds(run: Run) -> float:
 
 def main() -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, metavar="DIR", help="an older checkout, to compare with")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    sides = [Side("now", ROOT)] + ([Side("before", args.before.resolve())] if args.before else [])
-    machine = describe_torch_machine() | {"threads": "1"}
-    lines = ["# What the engine adds to the forward pass", "", "`python -m benchmarks.steps`; see its `--help`.", ""]
-    lines += [f"- {key}: {value}" for key, value in machine.items()]
-    lines += [f"- {side.name}: {side.commit}" for side in sides]
+    args = make_parser("benchmarks.steps", __doc__, repeats=9, has_before=True).parse_args()
+    checkouts = sides_of(args.before)
+    facts = describe_torch_machine() | {"threads": "1"} | {each.name: each.commit for each in checkouts}
+    page = Page("What the engine adds to the forward pass", "`python -m benchmarks.steps`; see its `--help`.", facts)
     with contextlib.ExitStack() as stack:
-        runners = {side.name: stack.enter_context(side_of(side)) for side in sides}
-        for title, table in (("A decode step", steps_table), ("Prefix caching at no hits", caching_table)):
-            lines += ["", f"## {title}", ""]
-            for row in table(runners, args.repeats):
-                print(row, flush=True)
-                lines.append(row)
-    if args.markdown:
-        args.markdown.write_text("\n".join(lines) + "\n")
+        sides = {each.name: stack.enter_context(each.start(side_module.__file__)) for each in checkouts}
+        for title, lines in (("A decode step", steps_table), ("Prefix caching at no hits", caching_table)):
+            page.section(title)
+            for line in lines(sides, args.repeats):
+                page.add(line)
+    page.write(args.markdown)
     return 0
 
 

@@ -159,7 +159,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     engines: dict[tuple[bool, int], _Engine] = {}
     for line in sys.stdin:
-        load = Load(**json.loads(line))
+        load = Load(**json.loads(line)[0])
         key = load.is_caching, load.num_blocks
         if key not in engines:
             engines[key] = _Engine(is_caching=load.is_caching, num_blocks=load.num_blocks)

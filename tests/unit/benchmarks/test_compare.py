@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
-from benchmarks.compare.limits import Limits, work_of
+from benchmarks.compare.limits import work_of
 from benchmarks.compare.offline import Row
-from benchmarks.compare.report import format_page, plot
+from benchmarks.compare.report import offline_columns, offline_row, plot, speculation_columns, speculation_row
 from benchmarks.compare.speculation import MEASURES
 from tests.tiny_models import tiny_model_dir
 
@@ -71,9 +71,8 @@ def test_ratios_of_speculation_are_of_the_same_turn() -> None:
         "vllm_ngram": [2.0] * 3,
     }
     row = Row("demo", "float32", "batch 1", "tokens/s", True, figures, 1.0, dict.fromkeys(figures, True))
-    page = format_page({}, {}, ["baton"], [], [row], [], "x.svg").partition("## Speculation")[2]
-    header, _, cells = (line for line in page.splitlines() if line.startswith("|"))
-    assert header.count("|") == cells.count("|")
+    cells = speculation_row(row)
+    assert speculation_columns(list(figures)).count(" | ") == cells.count(" | ")
     assert "| 2 [2, 3] | 2 [2, 2] | 20 [15, 30] | yes |" in cells
 
 
@@ -82,11 +81,9 @@ def test_rows_without_a_side_leave_its_cells_empty() -> None:
     int8 = Row("demo", "int8", "decode, batch 1", "ms", False, figures, 1.0, same)
     float32 = int8._replace(precision="float32", figures={**figures, "transformers": [4.0]})
     rows = [float32, int8]
-    page = format_page(
-        {}, {"int8": Limits("bfloat16", 1e9, 1e9)}, ["baton", "vllm", "transformers"], rows, [], [], "x.svg"
-    )
-    header, _, first, second = (line for line in page.splitlines() if line.startswith("|"))
-    assert header.count("|") == first.count("|") == second.count("|")
+    names = ["baton", "vllm", "transformers"]
+    first, second = (offline_row(row, names) for row in rows)
+    assert offline_columns(names).count(" | ") == first.count(" | ") == second.count(" | ")
     assert "| 0.50 | 2.00 | 50 % | not vLLM |" in first
     assert "| 0.50 |  | 50 % | not vLLM (by design) |" in second
-    assert ElementTree.fromstring(plot(rows, ["baton", "vllm", "transformers"])).tag.endswith("svg")
+    assert ElementTree.fromstring(plot(rows, names)).tag.endswith("svg")

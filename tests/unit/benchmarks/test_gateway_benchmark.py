@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from benchmarks.gateway import __main__ as benchmark
 from benchmarks.gateway import measure
 from benchmarks.gateway.__main__ import main
-from benchmarks.gateway.measure import Cost, Results
-from benchmarks.gateway.report import format_page, verdicts
+from benchmarks.gateway.measure import Cost, Results, Router
+from benchmarks.gateway.report import make_page, verdicts
 from benchmarks.gateway.workload import SETUPS
+from benchmarks.harness.checkouts import ROOT, checkout_of
 from benchmarks.router.measure import StreamLoad
 
 TINY = benchmark.Plan(
     repeats=2, concurrency=2, num_answers=3, fast=StreamLoad(2, 4, 0.0), paced=StreamLoad(2, 3, 0.001)
 )
-ROOT = Path(measure.__file__).parents[2]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs the benchmark with little load; returns its figures and its page."""
-
-    def tiny(*options):
-        monkeypatch.setattr(benchmark, "QUICK", TINY)
-        page, figures = tmp_path / "gateway.md", tmp_path / "gateway.json"
-        assert main(["--quick", *options, "--markdown", str(page), "--json", str(figures)]) == 0
-        return json.loads(figures.read_text()), page.read_text()
-
-    return tiny
 
 
 @pytest.mark.slow
-def test_every_api_is_measured(run):
+def test_every_api_is_measured():
     """The load generator raises if an answer is an error, or a stream does not end as it should."""
-    found, page = run()
+    results = measure.measure(TINY, Router(), None, lambda _: None)
     names = [case.name for setup in SETUPS for case in setup.cases]
-    assert list(found["now"]) == names
-    assert found["before"] == {}
+    assert list(results.now) == names
+    assert results.before == {}
+    page = str(make_page({}, TINY, results))
     for name in names:
         assert f"| {name} | " in page
-        assert [len(cost) for cost in found["now"][name]] == [3, 3]
-        assert min(map(min, found["now"][name])) > 0
+        assert len(results.now[name]) == 2
+        assert min(map(min, results.now[name])) > 0
 
 
 @pytest.mark.slow
-def test_next_to_a_checkout(run, monkeypatch):
+def test_next_to_a_checkout(monkeypatch):
     """A case of which the older checkout knows nothing has no figures of it."""
     first, second, *_ = SETUPS[0].cases
     monkeypatch.setattr(measure, "SETUPS", [SETUPS[0]._replace(cases=(first, second))])
@@ -57,19 +42,19 @@ def test_next_to_a_checkout(run, monkeypatch):
     monkeypatch.setattr(
         measure, "_has", lambda system, load, case: has(system, load, unknown if case == second else case)
     )
-    found, page = run("--before", str(ROOT))
-    assert (list(found["now"]), list(found["before"])) == (["completion", "chat"], ["completion"])
-    assert "at most 3 % more than before" in page
+    results = measure.measure(TINY, Router(), Router(checkout_of(ROOT)), lambda _: None)
+    assert (list(results.now), list(results.before)) == (["completion", "chat"], ["completion"])
+    assert "at most 3 % more than before" in str(make_page({}, TINY, results))
 
 
 @pytest.mark.slow
-def test_what_an_older_checkout_lacks_is_left_out(run, tmp_path, monkeypatch):
+def test_what_an_older_checkout_lacks_is_left_out(tmp_path, monkeypatch):
     older = tmp_path / "older"  # which does not know the options of this setup, say
     (older / "router").mkdir(parents=True)
     (older / "router" / "__main__.py").write_text("import sys\nsys.exit(2)\n")
     monkeypatch.setattr(measure, "SETUPS", [SETUPS[0]._replace(cases=SETUPS[0].cases[:1])])
-    found, _ = run("--before", str(older))
-    assert (list(found["now"]), found["before"]) == (["completion"], {})
+    results = measure.measure(TINY, Router(), Router(checkout_of(older)), lambda _: None)
+    assert (list(results.now), results.before) == (["completion"], {})
     with pytest.raises(SystemExit, match="2"):
         main(["--before", str(tmp_path)])
 
@@ -104,10 +89,9 @@ def test_differences_are_those_of_pairs():
     results.now["chat"] = [Cost(1.0, 1.0, 1.0), Cost(2.0, 2.0, 1.0), Cost(9.0, 3.0, 1.0)]
     results.before["chat"] = [Cost(1.0, 2.0, 1.0), Cost(1.0, 4.0, 1.0), Cost(6.0, 6.0, 1.0)]
     assert results.ratios == {"chat": Cost(1.5, 0.5, 1.0)}
-    page = format_page({"cores": "2"}, TINY, results, verdicts(results), "A remark.")
+    page = str(make_page({"cores": "2"}, TINY, results))
     assert (
         "| chat | 2000.00 | 1000.00 | +50.0 % | 2000000.0 | 4000000.0 | -50.0 % | 1000000.0 | 1000000.0 | +0.0 % |"
         in page
     )
     assert "| new | 1.00 | - | - | 10.0 | - | - | 100.0 | - | - |" in page
-    assert "A remark." in page

@@ -63,7 +63,7 @@ def test_each_of_several_routers_has_nearly_the_hit_rate_of_one(setup: Setup) ->
     row = compare_routers(setup, setup.trace("agents", 300, seed=1), [2, 4])
     for outcome, num_routers in zip((row.one, *row.several), (1, 2, 4), strict=True):
         assert {each.router for each in outcome.served} == set(range(num_routers))
-    assert row.holds, row.lines
+    assert row.holds, list(row.rows)
 
 
 def test_each_router_knows_what_the_requests_of_others_left_on_the_pods() -> None:

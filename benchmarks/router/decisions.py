@@ -1,22 +1,16 @@
 """How long one routing decision takes, both legs and claims on the index included.
 
-    python -m benchmarks.simulate.decisions [--markdown FILE]
-
 Half of the pods prefill, half decode. Prompts have 4,096 tokens in blocks of 16; all pods hold the first 1,024, three
 pods each hold more. Decisions come 100 per second and prompts stay expected for 5 seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
-import sys
 import time
 import tracemalloc
-from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from common.types import HASH_BYTES
@@ -27,8 +21,6 @@ from router.placing.policies import Load, PodFacts, PodTable
 _BLOCK_SIZE = 16
 _SHARED_BLOCKS, _OWN_BLOCKS = 64, 192
 _NUM_DECISIONS = 1_000
-_PODS = (2, 32, 512)
-_BLOCKS = (10_000, 1_000_000)
 
 
 class Times(NamedTuple):
@@ -36,36 +28,12 @@ class Times(NamedTuple):
 
     num_pods: int
     num_blocks: int  # indexed
-    remote_prefill: str
     p50_us: float
     p99_us: float
     bytes_per_holding: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    args = parser.parse_args(argv)
-    lines = [
-        "| pods | indexed blocks | remote_prefill | p50, us | p99, us | index, bytes per block and pod |",
-        "|---|---|---|---|---|---|",
-    ]
-    for num_pods in _PODS:
-        for num_blocks in _BLOCKS:
-            for remote_prefill in ("auto", "prefer"):
-                times = measure(num_pods, num_blocks, remote_prefill)
-                figures = f"{times.p50_us:.0f} | {times.p99_us:.0f} | {times.bytes_per_holding:.0f}"
-                lines.append(f"| {num_pods} | {num_blocks} | {remote_prefill} | {figures} |")
-                print(lines[-1], file=sys.stderr, flush=True)
-    table = "\n".join(lines) + "\n"
-    print(table)
-    if args.markdown:
-        args.markdown.write_text(table)
-    return 0
-
-
-def measure(num_pods: int, num_blocks: int, remote_prefill: str, num_decisions: int = _NUM_DECISIONS) -> Times:
+def measure(num_pods: int, num_blocks: int) -> Times:
     """Fill an index, then decide."""
     choices = random.Random(1)
     shared = os.urandom(_SHARED_BLOCKS * HASH_BYTES)
@@ -77,16 +45,16 @@ def measure(num_pods: int, num_blocks: int, remote_prefill: str, num_decisions: 
     }
     bytes_per_holding = tracemalloc.get_traced_memory()[0] / index.size.num_holdings
     tracemalloc.stop()
-    prompts = [shared + os.urandom(_OWN_BLOCKS * HASH_BYTES) for _ in range(num_decisions)]
+    prompts = [shared + os.urandom(_OWN_BLOCKS * HASH_BYTES) for _ in range(_NUM_DECISIONS)]
     for prompt in prompts:
         for slot in choices.sample(list(sequences), min(3, num_pods)):
             sequences[slot] += 1
             end = (_SHARED_BLOCKS + choices.randrange(1, _OWN_BLOCKS)) * HASH_BYTES
             index.apply(slot, sequences[slot], prompt[len(shared) : end], b"")
-    planner = Planner(*tables, index, remote_prefill=remote_prefill)  # type: ignore[arg-type]
+    planner = Planner(*tables, index, remote_prefill="auto")
     seconds = [_decide(planner, index, prompt, 0.01 * number) for number, prompt in enumerate(prompts)]
     percentiles = statistics.quantiles(seconds, n=100)
-    return Times(num_pods, num_blocks, remote_prefill, percentiles[49] * 1e6, percentiles[98] * 1e6, bytes_per_holding)
+    return Times(num_pods, num_blocks, percentiles[49] * 1e6, percentiles[98] * 1e6, bytes_per_holding)
 
 
 def _add_pod(
@@ -124,7 +92,3 @@ def _decide(planner: Planner, index: PrefixIndex, prompt: bytes, now: float) -> 
             arrives = placement is plan.decode and plan.prefill is not None
             index.expect(placement.facts.slot, prompt, num_held, now, 5.0, arrives=arrives)
     return time.perf_counter() - started
-
-
-if __name__ == "__main__":
-    sys.exit(main())
