@@ -60,15 +60,25 @@ def main() -> int:
 def measure_model(name: str, model: Path, dtype: DType, repeats: int) -> Iterator[str]:
     """The rows of one model."""
     sides = [Side(model, dtype, kernels) for kernels in SIDES]
-    for num_requests, context in DECODES:
+    for step, (own, torchs) in measure_steps(sides, DECODES, repeats):
+        yield row(name, step, sides[0].kernels, spread(own, ".2f"), spread(torchs, ".2f"), f"{ratio(torchs, own):.2f}")
+
+
+def measure_steps(
+    sides: Sequence[Side], decodes: Sequence[tuple[int, int]], repeats: int
+) -> Iterator[tuple[str, list[list[float]]]]:
+    """Yields steps by name with the milliseconds of each side's, the sides in turn, and closes the sides."""
+    for num_requests, context in decodes:
         for side in sides:
             side.begin(num_requests, context)
         times = [[side.decode() for side in sides] for _ in range(repeats)]
         for side in sides:
             side.end()
-        yield _row(name, f"decode {num_requests} x {context}", sides[0], times)
+        yield f"decode {num_requests} x {context}", [list(each) for each in zip(*times, strict=True)]
+    for side in sides:
+        side.prefill()
     times = [[side.prefill() for side in sides] for _ in range(repeats)]
-    yield _row(name, f"prefill {PREFILL}", sides[0], times)
+    yield f"prefill {PREFILL}", [list(each) for each in zip(*times, strict=True)]
     for side in sides:
         side.worker.close()
 
@@ -131,11 +141,6 @@ def _request(name: str, context: int, first_block: int, *, spare: int) -> NewReq
     token_ids = torch.randint(3, 1000, (context,), generator=torch.Generator().manual_seed(context)).tolist()
     blocks = list(range(first_block, first_block + -(-(context + spare) // BLOCK_SIZE)))
     return NewRequest(RequestId(name), token_ids, context, SamplingParams(temperature=0.0), [blocks], 0)
-
-
-def _row(name: str, step: str, side: Side, times: Sequence[Sequence[float]]) -> str:
-    own, torchs = zip(*times, strict=True)
-    return row(name, step, side.kernels, spread(own, ".2f"), spread(torchs, ".2f"), f"{ratio(torchs, own):.2f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import psutil
 
 from benchmarks.harness.checkouts import HERE, ROOT
 from benchmarks.harness.client import Client, Driver, Generation
@@ -197,27 +197,12 @@ def _measure(
 def _pin() -> None:
     """Gives each engine process a core: the prefill pods' and the decode pods' in turn."""
     cores = sorted(os.sched_getaffinity(0))
-    engines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if "common.engine.core_proc" in path.read_text() and _is_ours(int(path.parent.name)):
-                engines.append(int(path.parent.name))
-        except OSError:  # it has ended
-            continue
+    children = psutil.Process().children(recursive=True)
+    engines = sorted(child.pid for child in children if "common.engine.core_proc" in " ".join(child.cmdline()))
     assert len(engines) == SIZE.total, engines
-    for number, pid in enumerate(sorted(engines)):
+    for number, pid in enumerate(engines):
         for task in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(task.name), {cores[number % len(cores)]})
-
-
-def _is_ours(pid: int) -> bool:
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        found = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        assert found is not None
-        pid = int(found[1])
-    return False
 
 
 def _predict(profile: EngineProfile, workload: Workload) -> Figures:

@@ -11,23 +11,20 @@ With --before the commands of another checkout take turns with those of this one
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import httpx
 import psutil
 
-from benchmarks.harness.checkouts import BEFORE, NOW, ROOT, sides_of
+from benchmarks.harness.checkouts import BEFORE, HERE, NOW, Checkout, sides_of
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.figures import in_turn, medians, ratio
+from benchmarks.harness.processes import Child
 from benchmarks.harness.report import SERVING_PACKAGES, Page, Verdict, describe_machine, table, verdict_table
 
 MIB = 2**20
@@ -65,7 +62,7 @@ processor time."""
     for repeat in range(args.repeats):
         for name in COMMANDS:
             for side in in_turn(sides, repeat):
-                start = measure_start(name, side.root)
+                start = measure_start(name, side)
                 starts[side.name][name].append(start)
                 print(f"{name}, {side.name}: {start}", file=sys.stderr)
     page.add("", *verdict_table(verdicts(starts[NOW])))
@@ -78,20 +75,26 @@ processor time."""
     return 0
 
 
-def measure_start(name: str, checkout: Path) -> Start:
+def measure_start(name: str, checkout: Checkout) -> Start:
     """Starts one of COMMANDS, waits for its line, ends it."""
-    with _running(COMMANDS[name], checkout) as (process, started):
-        _await_line(process, _READY[name])
-        return Start(time.perf_counter() - started, _cpu_s(process.pid))
+    started = time.perf_counter()
+    with _start(name, checkout) as process:
+        process.read_until(_READY[name])
+        return Start(time.perf_counter() - started, process.cpu_s)
 
 
 def measure_memory() -> dict[str, float]:
     """Returns MiB that are resident in each process of a cluster that has answered once."""
-    with _running(COMMANDS["baton up"], ROOT) as (launcher, _):
-        url = _await_line(launcher, _READY["baton up"]).split()[2]
+    with _start("baton up", HERE) as launcher:
+        url = launcher.read_until(_READY["baton up"]).split()[2]
         body = {"model": "baton-demo", "prompt": "The capital of France is", "max_tokens": 8}
         httpx.post(url, json=body, timeout=60).raise_for_status()
         return {name: process.memory_info().rss / MIB for name, process in _processes(launcher.pid)}
+
+
+def _start(name: str, checkout: Checkout) -> Child:
+    command = ("-m", "cli.main", *COMMANDS[name])
+    return Child(*command, variables=checkout.variables, directory=checkout.root, is_direct=True)
 
 
 def verdicts(starts: Starts) -> list[Verdict]:
@@ -114,43 +117,6 @@ def _times(now: Starts, before: Starts) -> list[str]:
             cells += [*(f"{each:.2f}" for each in medians(before[name])), f"{100 * (times - 1):+.0f} %"]
         rows.append((name, *cells, *([] if before else ["-"] * 3)))
     return table(" | ready, s | range | processor, s | ready before | processor before | difference", rows)
-
-
-@contextlib.contextmanager
-def _running(arguments: Sequence[str], checkout: Path) -> Iterator[tuple[subprocess.Popen[str], float]]:
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *arguments],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process, started
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _await_line(process: subprocess.Popen[str], what: str) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip().startswith(what):
-            return line
-    raise SystemExit(f"it did not start: exit code {process.wait()}")
-
-
-def _cpu_s(pid: int) -> float:
-    """Returns the processor time of the process and all below it; a process that has ended counts nothing."""
-    total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-    return total
 
 
 def _processes(launcher_pid: int) -> list[tuple[str, psutil.Process]]:

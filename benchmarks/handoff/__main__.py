@@ -10,7 +10,7 @@ keep them.
     1   From the end of the forward that completes a prompt to its stream's first decode step: gap between first and
         second token less a decode step. One prefill and one decode pod, over each connector. The prefill pod computes
         prompts of another client all the time, one each step, with the length of its steps given (target_itl_ms is
-        null there, and was not a setting of older pods). The plot has the median gap against the length of a step.
+        null there, and was not a setting of older pods).
     2   The same gap in median ITLs: 8 streams at once, 512 tokens in, 64 out, one prefill and one decode pod.
     3   8 streams of 128 tokens in, 128 out, beside a prompt of 2048 tokens every 2 s, all on one pod.
     4   Time to first token of 8 prompts of 512 tokens at once on one prefill pod that has just begun another; ours also
@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.handoff.measure import ROWS, Benchmark, Plan
-from benchmarks.handoff.plot import draw
 from benchmarks.handoff.report import make_page
 from benchmarks.harness.checkouts import sides_of
 from benchmarks.harness.command import make_parser
@@ -70,11 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = demo_model() if args.quick else make_served_model(scratch)
         plan = QUICK if args.quick else FULL
         results = Benchmark(plan, sides, model, scratch, lambda line: print(line, file=sys.stderr)).run(args.rows)
-    plot = draw(results)
-    picture = args.markdown.with_suffix(".svg") if args.markdown and plot else None
-    if picture and plot:
-        picture.write_text(plot)
-    make_page(machine, results, picture and picture.name).write(args.markdown)
+    make_page(machine, results).write(args.markdown)
     return 0
 
 

@@ -155,15 +155,14 @@ def _ms(row: int, what: str, old: float | None, new: float, target: str, is_met:
     return Figure(row, what, "ms", None if old is None else old * 1e3, new * 1e3, target, is_met)
 
 
-def make_page(machine: Mapping[str, str], results: Results, plot: str | None) -> Page:
-    """Prints the tables, and returns the page with them. `plot`: the file of the drawing, if there is one."""
+def make_page(machine: Mapping[str, str], results: Results) -> Page:
+    """Prints the tables, and returns the page with them."""
     words = "`python -m benchmarks.handoff`, whose help says what each row is."
     page = Page("How little prompts disturb streams", words, machine)
     columns = "row | figure | unit | before | now | now / before | target | "
     page.add("", *table(columns, (tuple(figure.cells) for figure in report(results))))
     if results.taken[NOW].handoffs:
         page.section("Handoffs beside a prefill pod that never rests")
-        page.add(*([f"![median gap against the step of the prefill pod]({plot})", ""] if plot else []))
         page.add(*_handoff_table(results))
     return page
 

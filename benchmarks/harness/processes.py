@@ -45,11 +45,12 @@ class Child:
         directory: Path | None = None,
         log: Path | None = None,
         ends_with_input: bool = False,
+        is_direct: bool = False,
         **options: Any,
     ) -> None:
         """`arguments`: those of the interpreter, as `-m` and a module. `variables`: more of the environment. `log`: a
-        file for what it writes besides answers. `ends_with_input`: it is waited for and not terminated. `options`:
-        others of Popen."""
+        file for what it writes besides answers. `ends_with_input`: it is waited for and not terminated.
+        `is_direct`: nothing is run before it that would count as its own. `options`: others of Popen."""
         self._name = " ".join(arguments[:2])
         self._ends_with_input = ends_with_input
         self._log = log
@@ -57,7 +58,7 @@ class Child:
         environment = {**os.environ, **(variables or {}), PARENT_PID_VARIABLE: str(os.getpid())}
         with contextlib.nullcontext(None) if log is None else log.open("w") as sink:
             self._process = subprocess.Popen(
-                orphan_proof(python, *arguments),
+                [python, *arguments] if is_direct else orphan_proof(python, *arguments),
                 **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": sink, **options},
                 text=True,
                 cwd=directory,
@@ -72,9 +73,15 @@ class Child:
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds of all its threads so far, and of those of its children."""
-        pids = [self.pid, *(child.pid for child in self._usage.children())]
-        return sum(time.clock_gettime(~pid << 3 | _CPU_CLOCK) for pid in pids)
+        """Processor seconds of all its threads so far, and of all processes below it that have not ended."""
+        pids = [self.pid]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            pids += [child.pid for child in self._usage.children(recursive=True)]
+        total_s = 0.0
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                total_s += time.clock_gettime(~pid << 3 | _CPU_CLOCK)
+        return total_s
 
     @property
     def own_bytes(self) -> int:

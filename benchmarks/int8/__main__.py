@@ -55,8 +55,8 @@ def main() -> int:
             directory = make_random_model(Path(scratch), "100M")
             memory = [measure_memory(directory, weights) for weights in KINDS]
             page.add("", *table(" | ".join(["100M parameters", *(weights.name for weights in KINDS)])))
-            for speed in measure_speed(directory, KINDS, args.repeats):
-                page.add(row(f"{speed.step}, ms", *(spread(each, ".2f") for each in speed.milliseconds)))
+            for step, milliseconds in measure_speed(directory, KINDS, args.repeats):
+                page.add(row(f"{step}, ms", *(spread(each, ".2f") for each in milliseconds)))
         page.add(row("memory, MiB", *(f"{each.kept_mib:.0f}" for each in memory)))
         page.add(row("most while loading, MiB", *(f"{each.peak_mib:.0f}" for each in memory)))
     page.write(args.markdown)

@@ -9,38 +9,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.int8.quality import Weights
-from benchmarks.kernels import PREFILL, Side
+from benchmarks.kernels import Side, measure_steps
 from common.engine.config import ModelConfig
 from common.engine.model.loader import load_model
 
-DECODES = (1, 8, 32)  # requests, each after 128 tokens
-_CONTEXT = 128
+DECODES = [(1, 128), (8, 128), (32, 128)]  # requests, tokens of context
 _MEMORY_FIELDS = {"RssAnon:", "VmRSS:", "VmHWM:"}
 
 
-class Speed(NamedTuple):
-    """Milliseconds of a step with each kind of weights, repeat by repeat."""
-
-    step: str
-    milliseconds: list[list[float]]
-
-
-def measure_speed(model: Path, kinds: Sequence[Weights], repeats: int) -> Iterator[Speed]:
-    """All steps, the kinds of weights in turn."""
+def measure_speed(model: Path, kinds: Sequence[Weights], repeats: int) -> Iterator[tuple[str, list[list[float]]]]:
+    """Yields steps by name with the milliseconds that they take with each kind of weights, in turn."""
     sides = [Side(model, weights.dtype, "auto", weights.quantization) for weights in kinds]
-    for num_requests in DECODES:
-        for side in sides:
-            side.begin(num_requests, _CONTEXT)
-        times = [[side.decode() for side in sides] for _ in range(repeats)]
-        for side in sides:
-            side.end()
-        yield Speed(f"decode, batch {num_requests}", [list(each) for each in zip(*times, strict=True)])
-    for side in sides:
-        side.prefill()
-    times = [[side.prefill() for side in sides] for _ in range(repeats)]
-    yield Speed(f"prefill, {PREFILL} tokens", [list(each) for each in zip(*times, strict=True)])
-    for side in sides:
-        side.worker.close()
+    return measure_steps(sides, DECODES, repeats)
 
 
 class Memory(NamedTuple):

@@ -16,24 +16,21 @@ from benchmarks.kv.wire import MODES, Mode, Run
 MIB = 1 << 20
 _MIN_REPEATS = 5
 _FEW_BLOCKS = 16  # whose staging is compared with that of the most blocks, and on which bare media are checked
-_CACHES = 4  # both sides', the memory that memcpy goes to, and what is in the medium
+_CELL_S = 2.5  # after which a cell is not repeated any more
+CONCURRENT_BLOCKS = 16  # of each of several handoffs at once
+TMPFS = Path("/dev/shm")  # noqa: S108
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The measurements of a run."""
 
-    connectors: tuple[str, ...]
     block_bytes: tuple[int, ...]
     num_blocks: tuple[int, ...]
-    concurrency: tuple[int, ...]  # handoffs at once, of `concurrent_blocks` each
-    concurrent_blocks: int
+    concurrency: tuple[int, ...]  # handoffs at once, of CONCURRENT_BLOCKS each
     repeats: int  # at most
-    cell_s: float  # seconds after which a cell is not repeated any more
-    memory_bytes: int
-    tmpfs: Path
     pod_blocks: tuple[int, ...]  # of prompts that real pods hand over, ascending
-    pod_repeats: int  # 0: none are
+    pod_repeats: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +86,22 @@ class Results:
 
     cells: list[Cell]
     staging: list[Staging]
-    skipped: list[str]
     pods: list[PodHandoffs]
 
 
-def measure(plan: Plan, tell: Callable[[Cell | PodHandoffs], None]) -> Results:
+def measure(plan: Plan, connectors: Sequence[str], tell: Callable[[Cell | PodHandoffs], None]) -> Results:
     """Run everything; `tell` gets each figure when it is done."""
-    results = Results([], [], [], [])
-    for connector in plan.connectors:
+    results = Results([], [], [])
+    shapes = [(blocks, 1) for blocks in plan.num_blocks]
+    shapes += [(CONCURRENT_BLOCKS, handoffs) for handoffs in plan.concurrency]
+    for connector in connectors:
         for block_bytes in plan.block_bytes:
-            fitting = _fitting(plan, connector, block_bytes, results.skipped)
-            if fitting:
-                _measure_pair(plan, connector, block_bytes, fitting, results, tell)
-        if plan.pod_repeats and connector != "nixl-tcp":
-            for handoffs in measure_pods(connector, plan.pod_blocks, plan.pod_repeats, plan.tmpfs):
+            _measure_pair(plan, connector, block_bytes, shapes, results, tell)
+        if connector != "nixl-tcp":
+            for handoffs in measure_pods(connector, plan.pod_blocks, plan.pod_repeats, TMPFS):
                 results.pods.append(handoffs)
                 tell(handoffs)
     return results
-
-
-def _fitting(plan: Plan, connector: str, block_bytes: int, skipped: list[str]) -> list[tuple[int, int]]:
-    """(blocks, handoffs at once) that fit into the memory bound; the others are noted."""
-    shapes = [(blocks, 1) for blocks in plan.num_blocks]
-    shapes += [(plan.concurrent_blocks, handoffs) for handoffs in plan.concurrency]
-    fitting = []
-    for blocks, handoffs in shapes:
-        needed = _CACHES * block_bytes * blocks * handoffs
-        if needed <= plan.memory_bytes:
-            fitting.append((blocks, handoffs))
-        else:
-            skipped.append(
-                f"{connector}: {handoffs} x {blocks} blocks of {block_bytes >> 10} KiB need {needed / GIB:.1f} GiB"
-            )
-    return fitting
 
 
 def _measure_pair(
@@ -134,7 +114,7 @@ def _measure_pair(
 ) -> None:
     num_blocks = max(blocks * handoffs for blocks, handoffs in shapes) + 1  # and the null block
     few = min(_FEW_BLOCKS, num_blocks - 1)
-    with open_pair(connector, block_bytes, num_blocks, plan.tmpfs) as pair:
+    with open_pair(connector, block_bytes, num_blocks, TMPFS) as pair:
         for blocks in sorted({few, max(blocks for blocks, _ in shapes)}):
             results.staging.append(_measure_staging(pair, connector, block_bytes, blocks))
         pair.open_bare()
@@ -163,7 +143,7 @@ def _measure_cell(plan: Plan, pair: Pair, connector: str, block_bytes: int, num_
     """All modes in turn, each round in another order; the first round warms up."""
     modes = _modes(connector) if num_handoffs == 1 else MODES[:2]
     samples: dict[Mode, list[Sample]] = {mode: [] for mode in modes}
-    give_up = time.monotonic() + plan.cell_s
+    give_up = time.monotonic() + _CELL_S
     for repeat in range(plan.repeats + 1):
         if repeat > _MIN_REPEATS and time.monotonic() > give_up:
             break

@@ -112,8 +112,6 @@ maximum. Beside each run through a connector is one over its bare medium and one
         page.add(*_pod_table(results.pods))
     page.section("Memory beside the KV caches")
     page.add(*_staging_table(results.staging))
-    if results.skipped:
-        page.add("", "Left out for the memory bound:", "", *(f"- {what}" for what in results.skipped))
     return page
 
 

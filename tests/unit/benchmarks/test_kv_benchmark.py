@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.report import Verdict
 from benchmarks.kv.__main__ import main
 from benchmarks.kv.measure import MIB, Cell, Results, Staging, Way
-from benchmarks.kv.pods import PodHandoffs, measure_pods
+from benchmarks.kv.pods import PodHandoffs
 from benchmarks.kv.report import make_page, verdicts
 
 WAY = Way(seconds=0.01, bytes_per_s=2e9, cpu_s_per_gib=0.5)
@@ -40,27 +39,17 @@ def test_quick_run_writes_its_tables(connector, tmp_path):
     assert [(row[2], row[13] != "") for row in rows] == [("1", True), ("16", True)], "digests are taken where it looks"
     assert all(float(row[6]) > 0 for row in rows)
     assert "| 2 | 16 x 64 KiB | " in several
-
-
-@pytest.mark.slow
-def test_real_pods_hand_over(tmp_path):
-    pods = measure_pods("nixl", (1, 16), 1, Path("/dev/shm"))
-    assert [(handoffs.num_blocks, handoffs.num_chunks) for handoffs in pods] == [(1, 1), (16, 1), (16, 8)]
-    assert all(0 < latency < 60 for handoffs in pods for latency in handoffs.latencies)
+    assert [f"| {connector} | {shape} | " in several for shape in ("1 | 1", "16 | 1", "16 | 8")] == [True] * 3
 
 
 def test_unknown_connector_is_named(capsys):
-    with pytest.raises(SystemExit, match="tape"):
+    with pytest.raises(SystemExit):
         main(["--connectors", "tape"])
-
-
-def test_what_needs_too_much_memory_is_left_out_and_said(capsys):
-    assert main(["--quick", "--connectors", "nixl", "--memory-mib", "0"]) == 0
-    assert "1 x 16 blocks of 64 KiB need" in capsys.readouterr().out
+    assert "tape is none of" in capsys.readouterr().err
 
 
 def verdict_of(cell: Cell, words: str) -> Verdict:
-    (verdict,) = (v for v in verdicts(Results([cell], [], [], [])) if words in v.target)
+    (verdict,) = (v for v in verdicts(Results([cell], [], [])) if words in v.target)
     return verdict
 
 
@@ -86,14 +75,14 @@ def test_bandwidth_is_also_that_of_several_threads():
 
 def test_small_handoffs_have_no_target_of_bandwidth():
     small = replace(CELL, num_blocks=15, share_of_bare=0.1)
-    assert not [v for v in verdicts(Results([small], [], [], [])) if "bandwidth" in v.target]
+    assert not [v for v in verdicts(Results([small], [], [])) if "bandwidth" in v.target]
 
 
 @pytest.mark.parametrize(("chunked_ms", "is_met"), [(20, True), (21, False)])
 def test_hidden_is_what_chunks_save(chunked_ms, is_met):
     shapes = ((1, 1, 10), (16, 1, 100), (16, 8, chunked_ms))
     pods = [PodHandoffs("nixl", blocks, chunks, (ms / 1e3,)) for blocks, chunks, ms in shapes]
-    (verdict,) = (v for v in verdicts(Results([CELL], [], [], pods)) if "hidden" in v.target)
+    (verdict,) = (v for v in verdicts(Results([CELL], [], pods)) if "hidden" in v.target)
     assert verdict.is_met == is_met
 
 
@@ -101,16 +90,15 @@ def test_memory_may_not_grow_with_the_prompt():
     few = Staging("redis", MIB, 16, 3 * MIB, 3 * MIB)
     bounded, growing = replace(few, num_blocks=1024, producer_bytes=11 * MIB), replace(few, consumer_bytes=12 * MIB)
     (good,) = verdicts(
-        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, bounded], [], [])
+        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, bounded], [])
     )[1:]
     (bad,) = verdicts(
-        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, growing], [], [])
+        Results([replace(CELL, connector="redis", share_of_bare=1, digest_share=None)], [few, growing], [])
     )[1:]
     assert (good.is_met, bad.is_met) == (True, False)
 
 
 def test_page_marks_what_fails():
-    results = Results([replace(CELL, share_of_bare=0.5)], [], ["nixl: too much"], [])
+    results = Results([replace(CELL, share_of_bare=0.5)], [], [])
     page = str(make_page({"cores": "2"}, results))
     assert "| 50% at worst (16 x 1024 KiB) | **FAIL** |" in page
-    assert "- nixl: too much" in page
