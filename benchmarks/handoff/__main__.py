@@ -10,7 +10,7 @@ keep them.
     1   From the end of the forward that completes a prompt to its stream's first decode step: gap between first and
         second token less a decode step. One prefill and one decode pod, over each connector. The prefill pod computes
         prompts of another client all the time, one each step, with the length of its steps given (target_itl_ms is
-        null there, and was not a setting of older pods).
+        null there).
     2   The same gap in median ITLs: 8 streams at once, 512 tokens in, 64 out, one prefill and one decode pod.
     3   8 streams of 128 tokens in, 128 out, beside a prompt of 2048 tokens every 2 s, all on one pod.
     4   Time to first token of 8 prompts of 512 tokens at once on one prefill pod that has just begun another; ours also

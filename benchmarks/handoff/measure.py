@@ -110,8 +110,7 @@ class Benchmark:
         for turn, connector in enumerate(self._plan.connectors):
             for side in in_turn(self._sides, turn):
                 taken = self.results.taken[side.name]
-                config = _UNBOUNDED if side.has_option("--target-itl-ms") else _PREFER_PREFILL_PODS
-                with self._cluster(side, "--connector", connector, config=config) as driver:
+                with self._cluster(side, "--connector", connector, config=_UNBOUNDED) as driver:
                     for step_s in self._plan.steps_s:
                         cell = Cell(connector, step_s)
                         taken.handoffs[cell] = self._handoffs(driver, step_s)

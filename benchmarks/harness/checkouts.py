@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.harness.processes import Child, orphan_proof
-from deploy.parent_death import PARENT_PID_VARIABLE
+from benchmarks.harness.processes import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW, BEFORE = "now", "before"
@@ -42,10 +38,6 @@ class Checkout:
     def variables(self) -> dict[str, str]:
         """Environment in which this checkout's code is the one that is imported."""
         return {"NO_COLOR": "1", "PYTHONPATH": str(self.root), "PYTHONSAFEPATH": "1"}
-
-    def has_option(self, option: str) -> bool:
-        """Whether `baton up` knows it."""
-        return option in _help_of_up(self).split()
 
     def start(self, *arguments: str, **options: str) -> Child:
         """Returns a process that runs this checkout's code. `options`: more environment variables."""
@@ -81,12 +73,3 @@ def checkout_of(text: str | Path) -> Checkout:
     if not (root / "router" / "__main__.py").is_file():
         raise argparse.ArgumentTypeError(f"{text} is not a checkout of Baton")
     return Checkout(BEFORE, root)
-
-
-@functools.cache
-def _help_of_up(checkout: Checkout) -> str:
-    command = orphan_proof(sys.executable, "-m", "cli.main", "up", "--help")
-    environment = {**os.environ, **checkout.variables, PARENT_PID_VARIABLE: str(os.getpid())}
-    return subprocess.run(
-        command, env=environment, cwd=checkout.root, capture_output=True, text=True, check=True
-    ).stdout

@@ -52,7 +52,7 @@ from common.engine.executor.multiproc.protocol import Close, Step, encode
 from common.engine.executor.multiproc.ring import RingWriter
 from common.types import RequestId
 
-KINDS = ("one", "shared", "gloo")
+KINDS = ("one", "shared")
 AHEAD_TOKENS = 80  # of 32 requests that fit the KV cache
 DECODE_PROMPT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 128, 24, 512
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "32 MiB": 32 << 20}
@@ -79,7 +79,7 @@ def _sides(directory: Path, dtype: str, kinds: Sequence[str]) -> Iterator[dict[s
 
 def rates(args: argparse.Namespace, scratch: Path) -> _Rows:
     """Rows of tokens per second."""
-    yield from table("model | type | measure | one process | shared memory | gloo | shared / one | gloo / one")
+    yield from table("model | type | measure | one process | two ranks | two / one")
     for model in args.models:
         directory = make_random_model(scratch, model)
         for dtype in args.dtypes:
@@ -87,8 +87,7 @@ def rates(args: argparse.Namespace, scratch: Path) -> _Rows:
                 for measure, num_prompts in (("decode, batch 1", 1), ("decode, batch 8", 8), ("prefill", 0)):
                     found = _rates(sides, num_prompts, args.repeats)
                     medians = [f"{statistics.median(found[kind]):.4g}" for kind in KINDS]
-                    ratios = [f"{ratio(found[kind], found['one']):.2f}" for kind in KINDS[1:]]
-                    yield row(model, dtype, measure, *medians, *ratios)
+                    yield row(model, dtype, measure, *medians, f"{ratio(found['shared'], found['one']):.2f}")
 
 
 def _rates(sides: dict[str, Child], num_prompts: int, repeats: int) -> dict[str, list[float]]:

@@ -11,25 +11,9 @@ from benchmarks.compare.baton_side import Baton, offline_config
 from benchmarks.compare.side import serve
 from common.engine.client.inproc import InprocClient
 from common.engine.config import EngineConfig, ParallelConfig
-from common.engine.devices.cpu import device
-from common.engine.devices.ranks import Ranks
 from common.engine.executor.multiproc.executor import MultiprocExecutor
-from common.engine.executor.multiproc.protocol import WORKER
-from common.engine.executor.multiproc.worker import create_worker
-from common.engine.worker.worker import Worker
 
 NUM_BLOCKS = 257
-OVER_GLOO = f"{__name__ if __name__ != '__main__' else 'benchmarks.parallel.side'}:create_over_gloo"
-
-
-def create_over_gloo(config: EngineConfig, rank: int, rendezvous: str) -> Worker:
-    """RankWorkerFactory. The ranks do not share memory."""
-    vars(device)["share_memory"] = _over_gloo
-    return create_worker(config, rank, rendezvous)
-
-
-def _over_gloo(ranks: Ranks) -> Ranks:
-    return ranks
 
 
 def config_of(directory: str, dtype: str, num_ranks: int) -> EngineConfig:
@@ -44,11 +28,11 @@ def config_of(directory: str, dtype: str, num_ranks: int) -> EngineConfig:
 
 
 def open_client(directory: str, dtype: str, kind: str) -> InprocClient:
-    """`kind`: one, shared, gloo, or "in turn": shared, with no step scheduled before the one before it has ended."""
+    """`kind`: one, shared, or "in turn": shared, with no step scheduled before the one before it has ended."""
     config = config_of(directory, dtype, 1 if kind == "one" else 2)
     if kind == "one":
         return InprocClient(config)
-    executor = MultiprocExecutor(config, OVER_GLOO if kind == "gloo" else WORKER)
+    executor = MultiprocExecutor(config)
     executor.runs_ahead = executor.runs_ahead and kind != "in turn"
     return InprocClient(config, executor)
 
