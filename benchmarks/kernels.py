@@ -44,14 +44,15 @@ def main() -> int:
     """Measures and prints."""
     parser = make_parser("benchmarks.kernels", __doc__, repeats=7)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--models", nargs="+", help="names of those that are measured; default: all")
     args = parser.parse_args()
     words = f"`python -m benchmarks.kernels --dtype {args.dtype}`."
     page = Page("CPU kernels next to torch's operators", words, describe_torch_machine())
     page.add("", *table("model | step | kernels | ms | torch's operators, ms | ratio"))
     with tempfile.TemporaryDirectory() as scratch:
         models = {"demo": demo_model_path(), "Qwen3 shape, 100M": make_random_model(Path(scratch), "100M")}
-        for name, model in models.items():
-            for line in measure_model(name, Path(model), args.dtype, args.repeats):
+        for name in args.models or models:
+            for line in measure_model(name, Path(models[name]), args.dtype, args.repeats):
                 page.add(line)
     page.write(args.markdown)
     return 0

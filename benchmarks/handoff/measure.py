@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.handoff import loads, offline
 from benchmarks.harness.checkouts import NOW, Checkout
@@ -25,7 +23,6 @@ STEP_BUDGET = 2048  # tokens, what pods take by default
 TARGET_ITL_S = 0.05
 LEAST_PROMPT_TOKENS = 64  # MIN_PREFILL_TOKENS; the older checkout may lack the name
 NUM_STREAMS = 8
-_SCRIPT_TIMEOUT_S = 300
 _COPIES = 50
 Config = dict[str, dict[str, object]]  # sections of the file that `baton up` reads
 _PREFER_PREFILL_PODS: Config = {"router": {"remote_prefill": "prefer"}}
@@ -157,10 +154,8 @@ class Benchmark:
 
     def _colocated(self, side: Checkout, rows: Sequence[int], turn: int) -> None:
         with self._cluster(side, "--prefill", "0") as driver:
-            if 5 in rows:
-                for measure in in_turn(
-                    (self._in_pod, self._offline), turn
-                ):  # the pod rests while the model runs offline
+            if 5 in rows:  # the pod rests while the model runs offline
+                for measure in in_turn((self._in_pod, self._offline), turn):
                     measure(side, driver)
             if 3 in rows:
                 self._beside(side, driver)
@@ -177,7 +172,10 @@ class Benchmark:
 
     def _offline(self, side: Checkout, _: Driver) -> None:
         plan = self._plan
-        times = _run_script(side, offline.__file__, self._model.directory, *plan.decoding, *plan.batches)
+        arguments = map(str, (self._model.directory, *plan.decoding, *plan.batches))
+        all_cores = str(len(os.sched_getaffinity(0)))
+        with side.start(offline.__file__, *arguments, OMP_NUM_THREADS=all_cores) as script:
+            times = json.loads(script.read_until("{"))
         for batch in plan.batches:
             self.results.taken[side.name].steps.setdefault(batch, []).extend(times[str(batch)])
             self._say(f"{side.name}: batch {batch}: step offline {statistics.median(times[str(batch)]):.5f} s")
@@ -206,20 +204,6 @@ class Benchmark:
             driver = Driver(url, model.name, model.vocab_size)
             driver.run(Client.complete_at_once, 2, LEAST_PROMPT_TOKENS, 4)
             yield driver
-
-
-def _run_script(side: Checkout, *command: object) -> Any:
-    """The JSON that a script prints, run with the code of a checkout."""
-    environment = {**os.environ, **side.variables, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=_SCRIPT_TIMEOUT_S,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _copy_time(model: Model, num_tokens: int) -> float:

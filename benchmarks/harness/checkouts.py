@@ -39,9 +39,9 @@ class Checkout:
         """Environment in which this checkout's code is the one that is imported."""
         return {"NO_COLOR": "1", "PYTHONPATH": str(self.root), "PYTHONSAFEPATH": "1"}
 
-    def start(self, *arguments: str, **options: str) -> Child:
-        """Returns a process that runs this checkout's code. `options`: more environment variables."""
-        return Child(*arguments, variables=self.variables | options, directory=self.root, ends_with_input=True)
+    def start(self, *arguments: str, **variables: str) -> Child:
+        """Returns a process that runs this checkout's code, with more environment variables, until its input ends."""
+        return Child(*arguments, variables=self.variables | variables, directory=self.root, ends_with_input=True)
 
     @contextmanager
     def cluster(

@@ -28,7 +28,6 @@ import random
 import socket
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -151,13 +150,8 @@ def _microseconds(measure: Callable[[], list[float]]) -> Iterator[str]:
 @contextlib.contextmanager
 def _load() -> Iterator[None]:
     """Two processes that compute."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
+    with Child("-c", "while True: pass"), Child("-c", "while True: pass"):
         yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
 
 
 def broadcast(_: argparse.Namespace, __: Path) -> _Rows:
@@ -165,15 +159,9 @@ def broadcast(_: argparse.Namespace, __: Path) -> _Rows:
     yield from table("message, to the later of two ranks | bytes | p50, us | p99, us | beside load: p50, us | p99, us")
     ids = [RequestId(f"request-{number:032x}") for number in range(64)]
     step = Step(SchedulerOutput([], {ids[0]: [[7]]}, dict.fromkeys(ids, 1), 64))
-    size = len(encode(step))
     pairs = [socket.socketpair() for _ in range(2)]
     channels = [Channel(own) for own, _ in pairs]
     ring = RingWriter(channels, _TIMEOUT_S)
-    readers = []
-    for number, (_own, others) in enumerate(pairs):
-        descriptors = ring.descriptors(number)
-        readers.append(_peer("read", *map(str, descriptors), stdin=others.fileno(), pass_fds=descriptors))
-        others.close()
 
     def measure(send: Callable[[], None]) -> list[float]:
         """p50 and p99."""
@@ -191,18 +179,18 @@ def broadcast(_: argparse.Namespace, __: Path) -> _Rows:
         for channel in channels:
             channel.send(b"0")
 
-    for name, num_bytes, send in (
-        ("a step of 64 decodes", size, lambda: ring.write(encode(step))),
-        ("one byte over a socket", 1, send_byte),
-    ):
-        if send is send_byte:
-            ring.write(encode(Close()))
-        yield row(name, num_bytes, *_microseconds(functools.partial(measure, send)))
-    for channel in channels:
-        channel.close()
-    for reader in readers:
-        with reader:
-            pass
+    with contextlib.ExitStack() as readers:
+        for number, (_own, others) in enumerate(pairs):
+            descriptors = ring.descriptors(number)
+            reader = _peer("read", *map(str, descriptors), stdin=others.fileno(), pass_fds=descriptors)
+            readers.enter_context(reader)
+            others.close()
+        write_step = functools.partial(measure, lambda: ring.write(encode(step)))
+        yield row("a step of 64 decodes", len(encode(step)), *_microseconds(write_step))
+        ring.write(encode(Close()))
+        yield row("one byte over a socket", 1, *_microseconds(functools.partial(measure, send_byte)))
+        for channel in channels:
+            channel.close()
     ring.close()
 
 
