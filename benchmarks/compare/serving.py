@@ -65,16 +65,22 @@ class Server(Child):
         python = python_of(name)
         assert python is not None
         command = _command(name, checkpoint, load, port)
-        super().__init__(
-            *command, python=python.path, variables=python.variables, directory=ROOT, log=log, stdout=subprocess.DEVNULL
-        )
+        with log.open("w") as sink:
+            super().__init__(
+                *command,
+                python=python.path,
+                variables=python.variables,
+                directory=ROOT,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
         try:
-            self._wait()
+            self._wait(log)
         except ChildEndedError:
             self.__exit__()
             raise
 
-    def _wait(self) -> None:
+    def _wait(self, log: Path) -> None:
         deadline = time.monotonic() + _READY_S
         while time.monotonic() < deadline and not self.has_ended:
             try:
@@ -84,7 +90,7 @@ class Server(Child):
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 pass
             time.sleep(_POLL_S)
-        raise ChildEndedError(f"{self.name} was not ready:\n{self.last_words()}")
+        raise ChildEndedError(f"{self.name} was not ready:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def measure_serving(

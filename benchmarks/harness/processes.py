@@ -98,7 +98,7 @@ class Child:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise ChildEndedError(f"{self._name} has ended with code {self._process.wait()}\n{self.last_words()}")
+            raise ChildEndedError(f"{self._name} has ended with code {self._process.wait()}\n{self._last_words()}")
         self._lines.append(line.rstrip())
         return str(line).strip()
 
@@ -136,8 +136,7 @@ class Child:
             raise OrderError(f"{order[0]}: {answer['error']}")
         return answer
 
-    def last_words(self) -> str:
-        """Returns the end of what it has written."""
+    def _last_words(self) -> str:
         lines = self._lines if self._log is None else self._log.read_text(errors="replace").splitlines()
         return "\n".join([*lines][-_SHOWN_LINES:])
 
