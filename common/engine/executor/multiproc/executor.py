@@ -98,8 +98,8 @@ from common.types import RequestId, SamplingParams
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
-_EXIT_TIMEOUT_S = 1.0  # for a process whose socket is closed
-_CAUSE_TIMEOUT_S = 0.1  # for another rank's end to become known, if that is why this one failed
+_EXIT_TIMEOUT_S = 5.0  # for a process whose socket is closed
+_CAUSE_TIMEOUT_S = 2.0  # for another rank's failure or end to become known, if this one has lost it
 _DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
 _OWN_FACTS = frozenset(
     {
@@ -419,7 +419,7 @@ class MultiprocExecutor:
 
     def _cause(self) -> Exception:
         """Why a socket is closed, of which the rank's thread hears at the same time."""
-        self._has_failed.wait(_EXIT_TIMEOUT_S)
+        self._has_failed.wait(_CAUSE_TIMEOUT_S + _EXIT_TIMEOUT_S)
         return self._failure or EngineDeadError("a rank has closed its socket")
 
 
@@ -534,10 +534,12 @@ class _Rank:
 
     def _describe(self, failed: EngineFailed) -> Exception:
         error = failed.to_error()
-        if not isinstance(error, ConfigError):
-            self._has_failed.wait(_CAUSE_TIMEOUT_S)
-        is_told = isinstance(error, ConfigError) or failed.kind == EngineDeadError.__name__
-        return error if is_told else EngineDeadError(f"{self.name} failed: {failed.message}")
+        if isinstance(error, ConfigError):
+            return error
+        if failed.kind != EngineDeadError.__name__:
+            return EngineDeadError(f"{self.name} failed: {failed.message}")
+        self._has_failed.wait(_CAUSE_TIMEOUT_S)
+        return error
 
 
 class RankConnector:

@@ -19,6 +19,7 @@ from common.engine.executor.multiproc.executor import MultiprocExecutor
 from common.engine.executor.multiproc.rendezvous import GRACE_S, open_rendezvous
 from common.engine.kv_connector import OpenConnector, WorkerConnector
 from common.engine.worker.connector import create_connector
+from common.errors import EngineDeadError
 
 _NUM_KV_HEADS = 12  # of engines of all degrees, which hand over to each other
 
@@ -71,8 +72,11 @@ class FakeRank:
         return {request_id: [(next(rest) + excess) % 2**64 for _ in each] for request_id, each in sums.items()}
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sums over all ranks, in place."""
-        self._ranks.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+        """Sums over all ranks, in place. Raises EngineDeadError if one is gone."""
+        try:
+            self._ranks.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise EngineDeadError(f"rank {self._rank} has lost another: {error}") from error
 
 
 def create_fake_rank(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:

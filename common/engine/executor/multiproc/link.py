@@ -53,7 +53,7 @@ class Link(Generic[_Message]):
                     message = self._decode(self._channel.receive())
                     if not isinstance(message, Alive):
                         yield message
-                elif now - heard > self._timeout_s:
+                elif now - heard > self._timeout_s and not poll.poll(0):  # this end may have been held up itself
                     raise TimeoutError
         except TimeoutError as error:
             silence = f"it has been silent for {self._timeout_s:g} s (node_timeout_s)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +15,12 @@ import psutil
 
 from common.engine.config import EngineConfig, NodeTlsConfig
 from deploy.certificates import make_certificates
+from deploy.ports import pick_ports
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    [port] = pick_ports("127.0.0.1", 1)
+    return port
 
 
 def tls_of(directory: Path, role: str = "decode") -> NodeTlsConfig:
@@ -80,7 +80,7 @@ class NodeProcess:
             self.signal_all(signal.SIGCONT)
         self.process.terminate()
         try:
-            return self.process.communicate(timeout=20)[1]
+            return self.process.communicate(timeout=60)[1]
         finally:
             self.process.kill()
 

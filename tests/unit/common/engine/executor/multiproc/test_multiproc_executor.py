@@ -27,8 +27,9 @@ from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks, no_masks
 from common.engine.contract.step import NewRequest, NoToken, SchedulerOutput
 from common.engine.executor.fake import FakeExecutor, expected_tokens
-from common.engine.executor.multiproc.executor import MultiprocExecutor, join_facts
+from common.engine.executor.multiproc.executor import MultiprocExecutor, _Rank, join_facts
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
+from common.engine.launch import EngineFailed
 from common.engine.messages import AddRequest, KVSaved, KVTransferParams, RequestOutput, TransferUpdate
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
 from common.types import Constraint, RequestId, SampledToken, SamplingParams, TransferId
@@ -41,7 +42,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 FAKE = "common.engine.executor.multiproc.fake:create_fake_rank"
 
 
-def config_of(num_ranks: int = 2, step_timeout_s: float = 20.0, **changes: object) -> EngineConfig:
+def config_of(num_ranks: int = 2, step_timeout_s: float = DEADLINE_S, **changes: object) -> EngineConfig:
     parallel = ParallelConfig(tensor_parallel_size=num_ranks, step_timeout_s=step_timeout_s)
     return EngineConfig(parallel=parallel, cache=CacheConfig(block_size=4), **changes)
 
@@ -68,9 +69,11 @@ def started(config: EngineConfig | None = None, name: str = FAKE, num_blocks: in
 def children() -> list[int]:
     """Processes of ranks that this one has started."""
     found = []
-    for line in Path("/proc/self/task").glob("*/children"):
-        found += [int(each) for each in line.read_text().split()]
-    return [each for each in found if b"multiproc" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("multiproc" in word for word in child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 def pid_of(executor: MultiprocExecutor, rank: int) -> int:
@@ -212,7 +215,18 @@ def test_a_rank_that_is_stopped_ends_the_start() -> None:
 
 
 @pytest.mark.cell(feature="engine (fake)", degrees="2", fault="a rank fails")
-def test_a_rank_that_fails_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_fails_says_why(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the other one, which has lost it, is heard first."""
+    describe, other_is_heard = _Rank._describe, threading.Event()
+
+    def describe_in_turn(rank: _Rank, failed: EngineFailed) -> Exception:
+        if rank.name == "rank 1 of 2":
+            assert other_is_heard.wait(DEADLINE_S)
+        else:
+            other_is_heard.set()
+        return describe(rank, failed)
+
+    monkeypatch.setattr(_Rank, "_describe", describe_in_turn)
     with started(name=factory("create_failing")) as executor:
         assert run(executor, step([1, 2], 2, [1])) == expected_tokens([1, 2], 1)
         with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: MemoryError: out of device memory"):
@@ -262,7 +276,7 @@ def test_ranks_that_part_ways_are_an_error_without_another_step() -> None:
         executor.watch(failures.put)
         with contextlib.suppress(EngineDeadError):  # if the first rank is the last to end the step
             run(executor, step([1, 2], 2, [1], sampling=SamplingParams(seed=5)))
-        failure = failures.get(timeout=20)
+        failure = failures.get(timeout=DEADLINE_S)
     assert isinstance(failure, EngineDeadError)
     assert re.match(r"the ranks have parted ways: after step \d+, rank \d has", str(failure))
 

@@ -38,7 +38,7 @@ PROMPT = list(range(30))
 
 
 def config_of(num_ranks: int = 2) -> EngineConfig:
-    parallel = ParallelConfig(tensor_parallel_size=num_ranks, step_timeout_s=20.0)
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, step_timeout_s=DEADLINE_S)
     return EngineConfig(parallel=parallel, cache=CacheConfig(block_size=4))
 
 
@@ -118,29 +118,32 @@ def stop(machine: NodeProcess) -> None:
 
 @pytest.mark.cell(feature="engine on two machines (fake)", degrees="2")
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "node_timeout_s", "reason"),
     [
         pytest.param(
             kill,
+            DEADLINE_S,
             r"node 1 \(127.0.0.1\) is gone: it has closed its connection",
             marks=[pytest.mark.cell(fault="a machine is killed"), pytest.mark.slow],  # as in tests/e2e
         ),
         pytest.param(
             kill_rank,
+            DEADLINE_S,
             "rank 1 of 2 was ended by SIGKILL",
             marks=pytest.mark.cell(fault="a rank on another machine is killed"),
         ),
         pytest.param(
             stop,
-            r"node 1 \(127.0.0.1\) is gone: it has been silent for 1 s \(node_timeout_s\)",
+            3.0,
+            r"node 1 \(127.0.0.1\) is gone: it has been silent for 3 s \(node_timeout_s\)",
             marks=pytest.mark.cell(fault="a machine is stopped"),
         ),
     ],
 )
 def test_a_machine_that_goes_away_ends_the_engine(
-    tmp_path: Path, fault: Callable[[NodeProcess], None], reason: str
+    tmp_path: Path, fault: Callable[[NodeProcess], None], node_timeout_s: float, reason: str
 ) -> None:
-    config = on_nodes(config_of(), tmp_path, node_timeout_s=1.0)
+    config = on_nodes(config_of(), tmp_path, node_timeout_s=node_timeout_s)
     failed = threading.Event()
     with node(config) as other:
         executor = create_fake_multiproc_executor(config)
