@@ -14,6 +14,7 @@ import pytest
 
 from common.engine.client import AsyncMPClient
 from common.engine.client.async_base import AsyncClientBase
+from common.engine.client.base import EngineProfile
 from common.engine.client.threaded import AsyncInprocClient
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig
 from common.engine.executor.fake import expected_tokens
@@ -39,7 +40,7 @@ CONFIG = EngineConfig(
     connector=KVConnectorConfig(factory="m:f", name="n", options={"a": 1, "b": "c", "d": 0.5, "e": True}),
 )
 FAKE = "fake"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def with_executor(name: str) -> EngineConfig:
@@ -202,9 +203,15 @@ def profile_directories(root: Path) -> list[Path]:
 async def test_profile(create: ClientFactory) -> None:
     client = create(f"{MODULE}:create_slow")
     await client.start()
+
+    async def take() -> tuple[EngineProfile, list[str]]:
+        async with client.profile(seconds=TIMEOUT_S, max_steps=3) as profile:
+            return profile, steps_of(profile.trace)
+
+    taken = asyncio.create_task(take())
+    await asyncio.sleep(0)  # it sends its command
     client.add_request(request("a", [1, 2, 3], max_tokens=30))
-    async with client.profile(seconds=TIMEOUT_S, max_steps=3) as profile:
-        steps = steps_of(profile.trace)
+    profile, steps = await taken
     assert (profile.report.num_steps, profile.report.ended_by) == (3, "steps")
     assert [step.partition(":")[0] for step in steps] == ["step 1", "step 2", "step 3"]
     assert not profile.trace.parent.exists()

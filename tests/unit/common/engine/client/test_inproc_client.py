@@ -25,7 +25,7 @@ from common.types import FinishReason, RequestId, SamplingParams, TransferId
 from tests.unit.common.engine.fake_engines import FailingExecutor
 
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class LateConnector(MemoryConnector):

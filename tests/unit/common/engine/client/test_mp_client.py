@@ -27,7 +27,7 @@ from tests.unit.common.engine.fake_engines import MODULE
 ROOT = Path(__file__).parents[5]
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=512))
 FAKE = "fake"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def with_executor(name: str) -> EngineConfig:
@@ -37,6 +37,7 @@ def with_executor(name: str) -> EngineConfig:
 @pytest.fixture
 async def slow_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncMPClient]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(mp, "_STOP_TIMEOUT_S", TIMEOUT_S)
     client = AsyncMPClient(with_executor(f"{MODULE}:create_slow"))
     await client.start()
     yield client
@@ -56,6 +57,14 @@ async def next_tokens(client: AsyncMPClient, num_tokens: int) -> list[int]:
             if len(token_ids) >= num_tokens:
                 break
     return token_ids
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also if it has not been reaped."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -104,12 +113,9 @@ async def test_a_killed_rank_ends_the_engine(client_of_ranks: AsyncMPClient, is_
     ranks = ranks_of(client_of_ranks)
     assert len(ranks) == 2
     ranks[1].kill()
-    began = time.monotonic()
     with pytest.raises(EngineDeadError, match="rank 1 of 2 was ended by SIGKILL"):
         await next_tokens(client_of_ranks, 2000)
-    assert time.monotonic() - began < 1
-    psutil.wait_procs(ranks, timeout=TIMEOUT_S)
-    assert not any(rank.is_running() for rank in ranks)
+    await until(lambda: all(map(has_ended, ranks)))
 
 
 async def test_ranks_end_with_the_engine(client_of_ranks: AsyncMPClient) -> None:
@@ -118,8 +124,7 @@ async def test_ranks_end_with_the_engine(client_of_ranks: AsyncMPClient) -> None
     ranks = ranks_of(client_of_ranks)
     assert client_of_ranks.pid is not None
     os.kill(client_of_ranks.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(ranks, timeout=2)
-    assert all(rank.status() == psutil.STATUS_ZOMBIE for rank in alive)  # nobody may have reaped it
+    await until(lambda: all(map(has_ended, ranks)))
 
 
 async def test_sigterm_ends_it_cleanly(slow_client: AsyncMPClient) -> None:
@@ -218,6 +223,8 @@ def test_process_ends_with_its_parent(tmp_path: Path) -> None:
             child = psutil.Process(int(parent.stdout.readline()))
         finally:
             parent.kill()
-    gone, alive = psutil.wait_procs([child], timeout=TIMEOUT_S)
-    assert gone or alive[0].status() == psutil.STATUS_ZOMBIE  # nobody may have reaped it
+    deadline = time.monotonic() + TIMEOUT_S
+    while not has_ended(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
