@@ -56,7 +56,7 @@ class RankProcesses:
         for process in self._processes:
             process.stdin.close()
         for process in self._processes:
-            process.wait(timeout=30)
+            process.wait(timeout=60)
             process.stdout.close()
 
 
@@ -140,7 +140,7 @@ def answer_to(job):
     try:
         store = FileStore(job["store"], job["size"])
         join_timeout_s = job.get("join_timeout_s", 60.0)
-        ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=20.0, join_timeout_s=join_timeout_s)
+        ranks = GlooRanks(store, job["rank"], job["size"], timeout_s=60.0, join_timeout_s=join_timeout_s)
         with contextlib.ExitStack() as stack:
             if job.get("broken") == ranks.rank:
                 stack.enter_context(broken_kernels())

@@ -27,7 +27,7 @@ def each(monkeypatch):
         store = HashStore()
 
         def run(rank):
-            ranks = meet_over_nccl(GlooRanks(store, rank, 2, timeout_s=20.0), CPU)
+            ranks = meet_over_nccl(GlooRanks(store, rank, 2, timeout_s=100.0), CPU)
             try:
                 return function(ranks)
             finally:
