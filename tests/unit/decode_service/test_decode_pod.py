@@ -11,17 +11,34 @@ from common.pb.pods_pb2_grpc import PodStub
 from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
 from common.types import SamplingParams
+from decode_service import front
 from decode_service.config import DecodeConfig
 from decode_service.handoff import HandoffTimeouts
 from decode_service.quarantine import Quarantine
 from decode_service.request import PodServices
 from decode_service.session import RouterSession
-from tests.pods import DEADLINE_S, FakeRouter, RunningPod, StepGate, decode_pod, engine_request, prompt_of, wait_for
+from tests.pods import (
+    DEADLINE_S,
+    SLOW,
+    FakeRouter,
+    RunningPod,
+    StepGate,
+    decode_pod,
+    engine_request,
+    prompt_of,
+    wait_for,
+)
 
 
 @pytest.fixture
 async def pod() -> AsyncIterator[RunningPod]:
     async with decode_pod({}) as running:
+        yield running
+
+
+@pytest.fixture
+async def slow_pod() -> AsyncIterator[RunningPod]:
+    async with decode_pod({}, executor=SLOW) as running:
         yield running
 
 
@@ -121,15 +138,16 @@ async def test_two_routers_may_choose_the_same_id(pod: RunningPod, router: FakeR
         assert (await two.wait_finished()).tokens == expected_tokens(prompt_of(9), 8)
 
 
-async def test_abort_ends_a_running_request_and_ignores_unknown_ones(pod: RunningPod, router: FakeRouter) -> None:
-    answer = await router.submit(engine_request("a", prompt_of(5), max_tokens=4000))
-    await answer.wait_tokens(2)
-    await router.abort("nobody")
-    await router.prefill_failed("nobody")
-    await router.abort("a")
-    assert (await answer.wait_finished()).finish_reason == common_pb2.FINISH_REASON_ABORT
-    assert pod.metric("baton_pod_request_success_total", finished_reason="abort") == 1
-    await pod.wait_clean()
+async def test_abort_ends_a_running_request_and_ignores_unknown_ones(slow_pod: RunningPod) -> None:
+    async with FakeRouter(slow_pod) as router:
+        answer = await router.submit(engine_request("a", prompt_of(5), max_tokens=4000))
+        await answer.wait_tokens(2)
+        await router.abort("nobody")
+        await router.prefill_failed("nobody")
+        await router.abort("a")
+        assert (await answer.wait_finished()).finish_reason == common_pb2.FINISH_REASON_ABORT
+        assert slow_pod.metric("baton_pod_request_success_total", finished_reason="abort") == 1
+        await slow_pod.wait_clean()
 
 
 async def test_overdue_request_ends_with_deadline_exceeded(pod: RunningPod, router: FakeRouter) -> None:
@@ -141,21 +159,22 @@ async def test_overdue_request_ends_with_deadline_exceeded(pod: RunningPod, rout
 
 
 @pytest.mark.parametrize("how", ["cancel", "half-close"])
-async def test_end_of_session_aborts_its_requests_only(pod: RunningPod, router: FakeRouter, how: str) -> None:
-    staying = await router.submit(engine_request("stays", prompt_of(5), max_tokens=3000))
-    async with FakeRouter(pod) as leaving:
-        for n in range(3):
-            await (await leaving.submit(engine_request(f"r{n}", prompt_of(5), max_tokens=3000))).wait_tokens(1)
-        if how == "half-close":
-            await leaving.call.done_writing()
-            await leaving.wait_ended()
-    await wait_for(lambda: len(pod.context.requests) == 1)
-    assert pod.context.admission.num_open == 1
-    await router.abort("stays")
-    await staying.wait_finished()
+async def test_end_of_session_aborts_its_requests_only(slow_pod: RunningPod, how: str) -> None:
+    async with FakeRouter(slow_pod) as router:
+        staying = await router.submit(engine_request("stays", prompt_of(5), max_tokens=3000))
+        async with FakeRouter(slow_pod) as leaving:
+            for n in range(3):
+                await (await leaving.submit(engine_request(f"r{n}", prompt_of(5), max_tokens=3000))).wait_tokens(1)
+            if how == "half-close":
+                await leaving.call.done_writing()
+                await leaving.wait_ended()
+        await wait_for(lambda: len(slow_pod.context.requests) == 1)
+        assert slow_pod.context.admission.num_open == 1
+        await router.abort("stays")
+        await staying.wait_finished()
 
 
-async def test_a_half_close_cuts_no_message_short(pod: RunningPod) -> None:
+async def test_a_half_close_cuts_no_message_short(slow_pod: RunningPod) -> None:
     """gRPC sends no status after a write that was cancelled: the router would wait for one."""
     is_writing, may_write = asyncio.Event(), asyncio.Event()
     written: list[pods_pb2.TokenDelta] = []
@@ -172,7 +191,9 @@ async def test_a_half_close_cuts_no_message_short(pod: RunningPod) -> None:
 
     quarantine = Quarantine(1)
     timeouts = HandoffTimeouts(queue_s=DEADLINE_S)
-    session = RouterSession(PodServices(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
+    session = RouterSession(
+        PodServices(slow_pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts)
+    )
     running = asyncio.create_task(session.run(commands(), write))
     await wait_for(lambda: is_writing.is_set() and len(session) == 0)
     may_write.set()
@@ -237,8 +258,11 @@ async def test_each_refusal_is_told_although_the_router_is_slow(pod: RunningPod)
     assert written == ["a", "b"]
 
 
-async def test_closing_pod_tells_the_router_what_it_did_not_finish(caplog: pytest.LogCaptureFixture) -> None:
-    async with decode_pod({}) as pod, FakeRouter(pod) as router:
+async def test_closing_pod_tells_the_router_what_it_did_not_finish(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "FLUSH_TIMEOUT_S", DEADLINE_S)
+    async with decode_pod({}, executor=SLOW) as pod, FakeRouter(pod) as router:
         answer = await router.submit(engine_request("a", prompt_of(5), max_tokens=4000))
         await answer.wait_tokens(1)
         await pod.runtime.stop()

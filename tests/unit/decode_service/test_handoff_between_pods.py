@@ -257,7 +257,7 @@ async def lose_third_block(cluster: Cluster) -> None:
     one's part."""
 
     def saved() -> list[BlockHash]:
-        return [key for key in cluster.store if len(key) == HASH_BYTES]
+        return [key for key in list(cluster.store) if len(key) == HASH_BYTES]  # at once: other threads add to it
 
     await wait_for(lambda: len(saved()) == -(-len(PROMPT) // BLOCK_SIZE))
     cluster.store.pop(saved()[2])

@@ -171,7 +171,7 @@ async def test_break_of_the_stream_ends_the_writes(pod: RunningPod) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert from_rpc_error(caught.value).code.label == "unavailable"
-    assert pod.metric("baton_pod_handoff_total", outcome="broken") == 1
+    await wait_for(lambda: pod.metric("baton_pod_handoff_total", outcome="broken") == 1)
     pod.gate.open()
     connector_of(pod).let_go()
     await pod.wait_clean()

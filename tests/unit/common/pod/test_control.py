@@ -1,4 +1,7 @@
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -8,13 +11,24 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from common import __version__
 from common.pb import common_pb2, pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
+from common.pod.control import PodServicer
 from common.types import HASH_BYTES, split_hashes
-from tests.pods import DEADLINE_S, FakeRouter, RunningPod, decode_pod, engine_request, prefill_pod, prompt_of, wait_for
+from tests.pods import (
+    DEADLINE_S,
+    SLOW,
+    FakeRouter,
+    RunningPod,
+    decode_pod,
+    engine_request,
+    prefill_pod,
+    prompt_of,
+    wait_for,
+)
 
 
 @pytest.fixture
 async def pod() -> AsyncIterator[RunningPod]:
-    async with decode_pod({}, pod_id="decode-7", served_model_name="demo") as running:
+    async with decode_pod({}, pod_id="decode-7", served_model_name="demo", executor=SLOW) as running:
         yield running
 
 
@@ -73,7 +87,8 @@ async def test_drain_says_what_is_left_before_its_deadline(pod: RunningPod) -> N
     async with FakeRouter(pod) as router:
         await router.submit(engine_request("a", prompt_of(5)))
         await wait_for(lambda: len(pod.context.requests) == 1)
-        response = await PodStub(pod.channel).Drain(pods_pb2.DrainRequest(), timeout=0.3)
+        context: Any = SimpleNamespace(time_remaining=lambda: 0.1)  # of a call
+        response = await PodServicer(pod.context, pod.front, Mock()).Drain(pods_pb2.DrainRequest(), context)
         assert response.num_unfinished == 1
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from common.pb import pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
-from tests.pods import DEADLINE_S, FakeRouter, RunningPod, decode_pod, engine_request, prompt_of, wait_for
+from tests.pods import DEADLINE_S, SLOW, FakeRouter, RunningPod, decode_pod, engine_request, prompt_of, wait_for
 
 
 @pytest.fixture
 async def pod() -> AsyncIterator[RunningPod]:
-    async with decode_pod({}) as running:
+    async with decode_pod({}, executor=SLOW) as running:
         yield running
 
 
