@@ -1,5 +1,5 @@
 """Property tests draw the same examples in each run, so that a failure comes from the change under test; the long
-suites draw new ones."""
+suites draw new ones. No example has a deadline: a busy machine may take its time for one."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Triton's interpreter must be chosen before its first import, which may be that of another conftest.py, so not in
 # `pytest_configure`. The processes of pytest-xdist inherit the choice. Without TRITON_INTERPRET, engines do not use it.
@@ -18,11 +18,11 @@ if os.environ.setdefault("BATON_TESTS_ON_GPU", str(int("gpu" in sys.argv))) == "
     importlib.import_module("triton")
     del os.environ["TRITON_INTERPRET"]
 
-settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("patient"), derandomize=True, database=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("markexpr") != "slow":
-        settings.load_profile("repeatable")
+    settings.load_profile("patient" if config.getoption("markexpr") == "slow" else "repeatable")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell, and so in every child
         signal.signal(signal.SIGINT, signal.default_int_handler)
