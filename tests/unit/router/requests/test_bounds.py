@@ -49,6 +49,16 @@ def lag_probe() -> Iterator[list[float]]:
         asyncio.Handle._run = run  # type: ignore[method-assign]
 
 
+async def least_lag(work) -> float:
+    """Seconds of CPU of the longest callback while `work()` runs, in the best of a few tries."""
+    longest: list[float] = []
+    while not longest or (min(longest) >= MAX_LAG_S and len(longest) < MAX_TRIES):
+        with lag_probe() as spans:
+            await work()
+        longest.append(max(spans))
+    return min(longest)
+
+
 @pytest.fixture
 async def warm(pair):
     """A cluster that has served requests: imports and caches are made."""
@@ -309,14 +319,13 @@ async def test_no_body_holds_up_the_loop(warm, name):
     body = BODIES[name]
     paths = [path for field, path in PATHS.items() if field in body][:1]
     content = json.dumps(body, separators=(",", ":")).encode()
+
+    async def ask(path):
+        response = await warm.client.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400, 413), response.text[:300]
+
     for path in [*paths, "/v1/route/explain"]:
-        longest = []
-        while not longest or (min(longest) >= MAX_LAG_S and len(longest) < MAX_TRIES):
-            with lag_probe() as spans:
-                response = await warm.client.post(path, content=content, headers={"content-type": "application/json"})
-            assert response.status_code in (200, 400, 413), response.text[:300]
-            longest.append(max(spans))
-        assert min(longest) < MAX_LAG_S, f"{path}: {longest}"
+        assert await least_lag(lambda path=path: ask(path)) < MAX_LAG_S, path
 
 
 @pytest.mark.parametrize(
@@ -333,11 +342,13 @@ async def test_no_body_holds_up_the_loop(warm, name):
 async def test_no_tokenizing_holds_up_the_loop(start_cluster, path, body):
     cluster = await start_cluster([], [FakeDecodePod(max_model_len=131_072)])
     content = json.dumps(body).encode()
-    for _ in range(2):  # first, caches are made
-        with lag_probe() as spans:
-            response = await cluster.client.post(path, content=content, headers={"content-type": "application/json"})
-    assert response.status_code in (200, 400), response.text[:300]
-    assert max(spans) < MAX_LAG_S, str(max(spans))
+
+    async def ask():
+        response = await cluster.client.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400), response.text[:300]
+
+    await ask()  # caches are made
+    assert await least_lag(ask) < MAX_LAG_S
 
 
 @pytest.mark.parametrize(
@@ -353,18 +364,23 @@ async def test_no_message_holds_up_the_loop(warm, request_):
     async with grpc.aio.insecure_channel(warm.router.grpc_address) as channel:
         content = request_.SerializeToString()
         call = channel.unary_unary("/baton.v1.Inference/Generate")
-        with lag_probe() as spans, pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(content, timeout=30)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert max(spans) < MAX_LAG_S
+
+        async def ask():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(content, timeout=60)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        assert await least_lag(ask) < MAX_LAG_S
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_answer_holds_up_the_loop(warm, stream):
     body = chat(max_tokens=2000, logprobs=True, top_logprobs=20, stream=stream)
-    with lag_probe() as spans:
+
+    async def ask():
         assert (await warm.post("/v1/chat/completions", **body)).status_code == 200
-    assert max(spans) < MAX_LAG_S
+
+    assert await least_lag(ask) < MAX_LAG_S
 
 
 @pytest.mark.parametrize(
@@ -459,10 +475,12 @@ FIELDS = {
 @pytest.mark.parametrize("body", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("path", ["/v1/route/explain", "/tokenize"])
 async def test_many_fields_hold_up_nothing(warm, path, body):
-    with lag_probe() as spans:
+
+    async def ask():
         answer = await warm.client.post(path, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert max(spans) < MAX_LAG_S
+        assert answer.status_code == 400
+
+    assert await least_lag(ask) < MAX_LAG_S
 
 
 PAGES = ["/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/docs", "/nothing"]
@@ -470,6 +488,4 @@ PAGES = ["/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/doc
 
 @pytest.mark.parametrize("path", PAGES)
 async def test_no_page_holds_up_the_loop(warm, path):
-    with lag_probe() as spans:
-        await warm.client.get(path)
-    assert max(spans) < MAX_LAG_S
+    assert await least_lag(lambda: warm.client.get(path)) < MAX_LAG_S
