@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_START_ATTEMPTS = 5  # another process may take the free port first
+from deploy.ports import pick_ports
 
 
 class RedisServer:
@@ -33,17 +32,15 @@ class RedisServer:
 
     def start(self) -> None:
         """Return once it answers."""
-        for _ in range(_START_ATTEMPTS):
-            port = self.port or _free_port()
-            command = [redis_binary(), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
-            command += [text for name, value in self._options.items() for text in (f"--{name}", value)]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            said = _read_until_ready(self._process)
-            if self._process.poll() is None:
-                self.port = port
-                return
+        if not self.port:
+            [self.port] = pick_ports("127.0.0.1", 1)
+        command = [redis_binary(), "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
+        command += [text for name, value in self._options.items() for text in (f"--{name}", value)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        said = _read_until_ready(self._process)
+        if self._process.poll() is not None:
             self.kill()
-        raise RuntimeError(f"redis-server did not start: {said}")
+            raise RuntimeError(f"redis-server did not start: {said}")
 
     @contextmanager
     def hung(self) -> Iterator[None]:
@@ -83,12 +80,6 @@ def redis_binary() -> str:
     assert spec is not None
     assert spec.origin is not None
     return str(Path(spec.origin).parent / "bin" / "redis-server")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _read_until_ready(process: subprocess.Popen[str]) -> str:

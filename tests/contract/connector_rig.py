@@ -28,7 +28,7 @@ from kv_store.staging import layout_of
 from kv_store.store_connector import StoreWorkerConnector
 from tests.redis_server import RedisServer
 
-DEADLINE_S = 30.0  # no test is meant to wait for it
+DEADLINE_S = 60.0  # no test is meant to wait for it
 BLOCK_SIZE = 4
 FINGERPRINT = bytes(range(32))
 
@@ -120,10 +120,10 @@ class RedisRig:
         self._client.flushall()
 
     def connector(self) -> WorkerConnector:
-        return create_connector("redis", {"url": self._url})
+        return create_connector("redis", {"url": self._url, "lookup_timeout_s": DEADLINE_S})
 
     def store(self) -> BlockStore:
-        return RedisStore(RedisOptions(url=self._url))
+        return RedisStore(RedisOptions(url=self._url, lookup_timeout_s=DEADLINE_S))
 
     def frames(self) -> dict[BlockHash, bytes]:
         return {

@@ -125,7 +125,7 @@ def test_a_hung_redis_costs_one_batch_of_transfers_a_time_out(create_rig, monkey
     operations: list[object] = []
     send = _Server.send
     with running_redis() as server:
-        store = RedisStore(RedisOptions(url=server.url), backoff=Backoff(base_s=0.01, max_s=0.01))
+        store = RedisStore(RedisOptions(url=server.url, lookup_timeout_s=4.0), backoff=Backoff(base_s=0.01, max_s=0.01))
         rig = create_rig(store)
         assert ok(rig.save([1, 2, 3, 4], HASHES[:4]), 4)
         monkeypatch.setattr(

@@ -77,7 +77,7 @@ def create_engine(
         connector = KVConnectorConfig(
             factory=f"{factory.__module__}:{factory.__name__}",
             name=faulty_name or connector_name,
-            options={**({"path": str(path)} if connector_name == "shared-storage" else {}), **(options or {})},
+            options={**(_patient(path) if connector_name == "shared-storage" else {}), **(options or {})},
         )
     return InprocClient(
         EngineConfig(
@@ -98,6 +98,11 @@ def create_engine(
             for_heads=None if for_heads is None else ForHeadsConfig(speculative=for_heads),
         )
     )
+
+
+def _patient(path: Path) -> dict[str, str | float]:
+    """Options of shared storage that a busy machine may take its time to answer from."""
+    return {"path": str(path), "lookup_timeout_s": 60.0}
 
 
 @dataclass

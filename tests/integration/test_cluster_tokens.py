@@ -48,7 +48,7 @@ async def test_tokens_do_not_depend_on_how_much_of_prompts_a_step_takes(tmp_path
     prompts = [prompt_of(length, seed=seed) for seed in range(3) for length in LENGTHS]
     expected = reference("llama", prompts)
     with running_redis() if connector == "redis" else nullcontext() as redis:
-        options = {"url": redis.url} if redis is not None else {}
+        options = {"url": redis.url, "lookup_timeout_s": "60"} if redis is not None else {}
         async with running_cluster(
             tmp_path,
             "llama",

@@ -30,7 +30,7 @@ def expected() -> list[list[int]]:
 )
 async def test_handoffs_between_engines(tmp_path, connector, prefill_engines, decode_engines):
     with running_redis() if connector == "redis" else nullcontext() as redis:
-        options = {"url": redis.url} if redis is not None else {}
+        options = {"url": redis.url, "lookup_timeout_s": "60"} if redis is not None else {}
         async with running_cluster(
             tmp_path,
             "llama",

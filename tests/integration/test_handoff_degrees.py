@@ -68,7 +68,10 @@ def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open
             "shared-storage",
             {"path": str(tmp_path), "max_bytes": 1 << 28, "host_bytes": 1 << 20},
         ),
-        "redis": lambda: ("redis", {"url": request.getfixturevalue("redis_server").url, "offload": True}),
+        "redis": lambda: (
+            "redis",
+            {"url": request.getfixturevalue("redis_server").url, "lookup_timeout_s": 60, "offload": True},
+        ),
         "nixl": lambda: ("nixl", {}),
         "nixl with a store": lambda: ("nixl", {"store": "memory", "store.store": medium, "offload": True}),
     }[request.param]()

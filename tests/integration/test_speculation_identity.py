@@ -293,7 +293,7 @@ def cell(
         if connector == "colocated":
             options = {"connector": "shared-storage", "num_prefill": 0}
         elif connector == "redis":
-            options["connector_options"] = {"url": stack.enter_context(running_redis()).url}
+            options["connector_options"] = {"url": stack.enter_context(running_redis()).url, "lookup_timeout_s": "60"}
         yield Cell(jobs_of(proposer), tmp_path, proposer, options)
 
 

@@ -138,7 +138,7 @@ async def test_constrained_answers_are_those_of_one_pod(tmp_path, connector):
             assert reason == ("tool_calls" if kind == "calls" else "stop") or kind in ENDLESS, (name, text)
             assert text.lstrip().startswith("{") if reason == "length" else is_valid(kind, text), (name, text)
     with running_redis() if connector == "redis" else nullcontext() as redis:
-        options = {"url": redis.url} if redis is not None else {}
+        options = {"url": redis.url, "lookup_timeout_s": "60"} if redis is not None else {}
         options = {"connector": connector, "connector_options": options, "chat_template": TEMPLATE}
         async with running_cluster(tmp_path, "llama", **options) as cluster:
             assert await all_answers(cluster) == expected

@@ -11,7 +11,7 @@ import pytest
 from common.errors import StoreError, StoreUnavailableError
 from kv_store.guard import UNAVAILABLE, Backoff, Guard
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 SOON = Backoff(base_s=0.001, max_s=0.001)
 NEVER = Backoff(base_s=3600.0, max_s=3600.0)
 

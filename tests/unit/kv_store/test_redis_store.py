@@ -26,7 +26,8 @@ from tests.redis_server import RedisServer, running_redis
 from tests.tls_front import Authority, create_authority, tls_front
 
 FRAME_BYTES = 100_000
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+HANGS = 2.0  # lookup_timeout_s of stores whose servers stop: in half of it a hung one is noticed
 SOON = Backoff(base_s=0.01, max_s=0.01)
 NEVER = Backoff(base_s=3600.0, max_s=3600.0)
 PASSWORD = "s3cret-@:/word"  # what a URL must escape
@@ -52,7 +53,8 @@ def open_store() -> Iterator:
     stores = []
 
     def make(url: str, namespace: str = "model", *, backoff: Backoff = SOON, **options: float | str) -> RedisStore:
-        stores.append(RedisStore(RedisOptions(url=url, **options), backoff=backoff))
+        patient = {"lookup_timeout_s": 2 * DEADLINE_S}  # a server that waits for a core does not hang
+        stores.append(RedisStore(RedisOptions(url=url, **(patient | options)), backoff=backoff))
         stores[-1].open(namespace, FRAME_BYTES)
         return stores[-1]
 
@@ -188,7 +190,7 @@ def test_a_server_that_dies_fails_transfers_until_it_is_back_empty(server, open_
 
 @pytest.mark.parametrize("first", range(3), ids=["touch", "write", "read"])
 def test_of_a_hung_server_one_operation_takes_the_time_out(server, open_store, sent, caplog, first):
-    store = open_store(server.url, backoff=NEVER)
+    store = open_store(server.url, backoff=NEVER, lookup_timeout_s=HANGS)
     store.write([key(1)], [frame(1)])
     sent.clear()
     with server.hung():
@@ -204,7 +206,7 @@ def test_of_a_hung_server_one_operation_takes_the_time_out(server, open_store, s
 
 def test_idle_connections_to_a_server_that_failed_are_closed(server, open_store):
     """They may be as broken as the one that failed, and each would cost an operation its time-out."""
-    store = open_store(server.url, backoff=NEVER)
+    store = open_store(server.url, backoff=NEVER, lookup_timeout_s=HANGS)
     (only,) = store._servers
     with only.send([], 1.0), only.send([], 1.0):
         pass
@@ -224,7 +226,7 @@ def test_a_probe_writes_as_much_as_a_block(open_store, sent):
 
 
 def test_a_hung_server_is_probed_and_used_again_when_it_goes_on(server, open_store, sent):
-    store = open_store(server.url)
+    store = open_store(server.url, lookup_timeout_s=HANGS)
     store.write([key(1)], [frame(1)])
     sent.clear()
     with server.hung():
@@ -242,7 +244,7 @@ def test_a_hung_server_is_probed_and_used_again_when_it_goes_on(server, open_sto
 
 def test_threads_at_work_when_a_server_hangs_fail_once_each(server, open_store, sent):
     """Each thread takes the time-out of one operation at most, all at the same time."""
-    store = open_store(server.url, backoff=NEVER)
+    store = open_store(server.url, backoff=NEVER, lookup_timeout_s=HANGS)
     stop = threading.Event()
     num_refused = 0
 
@@ -383,7 +385,7 @@ def test_a_refused_login_is_named_and_the_password_is_not(open_store, login):
 def test_a_store_opens_while_its_server_is_down_and_uses_it_later(server, open_store, caplog, state):
     server.kill() if state == "dead" else None
     with server.hung() if state == "hung" else contextlib.nullcontext():
-        store = open_store(server.url)
+        store = open_store(server.url, lookup_timeout_s=HANGS)
         for attempt in attempts(store):
             with pytest.raises(StoreUnavailableError, match=server.address):
                 attempt()
@@ -576,7 +578,7 @@ def test_a_server_that_dies_costs_its_blocks_and_no_more(two_servers, pair, firs
 
 
 def test_a_server_that_hangs_costs_its_blocks_and_no_more(two_servers, open_pair, sent, caplog):
-    pair = open_pair()
+    pair = open_pair(lookup_timeout_s=2 * HANGS)
     write_many(pair)
     lost, kept = map(num_blocks_on, two_servers)
     sent.clear()
@@ -696,7 +698,7 @@ def test_neither_a_connect_nor_a_call_waits_for_ever(timeout_s, lookup_timeout_s
 
 
 def test_of_several_hung_servers_each_is_waited_for_half_as_long(servers, open_store, monkeypatch):
-    store = open_store(",".join(server.url for server in servers), backoff=NEVER)
+    store = open_store(",".join(server.url for server in servers), backoff=NEVER, lookup_timeout_s=1.0)
     waits = []
     send = _Server.send
     monkeypatch.setattr(
@@ -754,11 +756,11 @@ def slow_link(port: int, pause_s: float) -> Iterator[int]:
 def test_a_block_passes_a_slow_link_in_more_time_than_a_server_may_be_silent(server, open_store):
     written = memoryview(bytes([1]) * 8 * FRAME_BYTES)
     loaded = memoryview(bytearray(len(written)))
-    with slow_link(server.port, pause_s=0.02) as port:
-        store = open_store(f"redis://127.0.0.1:{port}", backoff=NEVER)
+    with slow_link(server.port, pause_s=0.03) as port:
+        store = open_store(f"redis://127.0.0.1:{port}", backoff=NEVER, lookup_timeout_s=2.0)
         began = time.monotonic()
         store.write([key(1)], [written])
-        assert time.monotonic() - began > 0.5
+        assert time.monotonic() - began > 1.0
         assert store.read_into([key(1)], [loaded]) == [len(written)]
     assert loaded == written
 

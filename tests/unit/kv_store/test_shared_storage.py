@@ -401,7 +401,7 @@ def test_a_medium_is_used_again_when_a_probe_succeeds(tmp_path, failing, caplog,
     with pytest.raises(StoreUnavailableError):
         store.write([key(1)], [frame(1)])
     failing.number = number
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while not all(failing.attempts[probe] >= 3 for probe in ("scandir", "TemporaryFile")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
