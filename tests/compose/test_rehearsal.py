@@ -24,7 +24,7 @@ from tests.redis_server import redis_binary
 
 PROFILE = "redis"
 DEADLINE_S = 90.0
-STOP_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 60.0
 _POLL_S = 0.1
 _SCRIPTS = Path(sys.executable).parent
 
@@ -84,7 +84,7 @@ class Container:
             program, words = str(Path(redis_binary()).with_name("redis-cli")), ["-h", self.address, *words]
         else:
             program = str(_SCRIPTS / program)
-        done = subprocess.run([program, *words], capture_output=True, timeout=30, check=False)
+        done = subprocess.run([program, *words], capture_output=True, timeout=DEADLINE_S, check=False)
         return done.returncode == 0
 
     def wait_healthy(self) -> None:

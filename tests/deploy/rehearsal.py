@@ -72,8 +72,9 @@ class Pod:
         return port_number(self.container, port)
 
     def passes(self, probe_name: str) -> bool:
-        """Runs a probe once, as the kubelet does."""
-        return passes(self.container, probe_name, self.address)
+        """Runs a probe until it passes, or has failed as often as the kubelet lets it."""
+        most = self.container[probe_name].get("failureThreshold", 3) if probe_name != "startupProbe" else 1
+        return any(passes(self.container, probe_name, self.address) for _ in range(most))
 
     @property
     def said(self) -> str:

@@ -171,7 +171,7 @@ def test_a_refused_handoff_leaves_nothing_behind(role: Literal["producer", "cons
     refused = msgspec.structs.replace(request(), prompt_token_ids=[1] * 5000, transfer=transfer)
     core.receive(refused)
     core.add_request(refused)
-    assert woken.wait(30)
+    assert woken.wait(60)
     core.step()  # takes the event that the handoff is over
     core.add_request(request("other"))
     assert run(core)["other"][-1].finish_reason is FinishReason.LENGTH
@@ -193,7 +193,7 @@ class GatedExecutor(FakeExecutor):
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if step.num_scheduled_tokens and self._num_free_steps == 0:
             self.is_computing.set()
-            assert self.may_end.wait(30)
+            assert self.may_end.wait(60)
         elif step.num_scheduled_tokens:
             self._num_free_steps -= 1
         return super().execute(step)
@@ -231,7 +231,7 @@ def test_a_handoff_completes_while_a_later_step_of_its_producer_runs(
     stepping = threading.Thread(target=prefill.step)
     stepping.start()
     try:
-        assert gated.is_computing.wait(30)
+        assert gated.is_computing.wait(60)
         if kind == "direct":
             (event,) = started[0].outputs[0].events
             assert isinstance(event, RequestStarted)
@@ -298,7 +298,7 @@ def test_transfers_wait_for_the_last_step_that_computed_something() -> None:
 
 def next_saved(told: queue.SimpleQueue[RequestOutput]) -> KVSaved:
     while True:
-        for event in told.get(timeout=30).events:
+        for event in told.get(timeout=60).events:
             if isinstance(event, KVSaved):
                 return event
 

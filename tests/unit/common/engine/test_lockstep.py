@@ -17,7 +17,7 @@ from common.engine.messages import AbortRequests, AddRequest, Call, CallResult, 
 from common.errors import EngineDeadError
 from common.types import FinishReason, RequestId, SamplingParams
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Engine:
@@ -130,7 +130,7 @@ class Loop:
                 rank=rank, sockets={other: each.detach() for other, each in sockets.items()}
             ),
         )
-        self.executor = FakeExecutor(block_size=4)
+        self.executor = FakeExecutor(block_size=4, step_s=0.01)  # so that an abort finds its request
         self.replies: queue.SimpleQueue[EngineReply] = queue.SimpleQueue()
         self.loop = EngineLoop(config, self.executor, self.replies.put)
         self.thread = threading.Thread(target=self.loop.run)

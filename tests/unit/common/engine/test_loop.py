@@ -13,7 +13,7 @@ from common.engine.messages import AddRequest, Call, CallResult, EngineCoreOutpu
 from common.types import RequestId, SamplingParams
 
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class RecordingQueue:

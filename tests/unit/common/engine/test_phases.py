@@ -27,7 +27,7 @@ from common.types import RequestId, SampledToken, SamplingParams, TransferId
 
 CONFIG = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64))
 READ_S = 0.001  # that each reading of the clock takes
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Clock:

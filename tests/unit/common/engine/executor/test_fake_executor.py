@@ -40,7 +40,7 @@ def started(num_ranks, **kwargs):
 def settled(start, connector, transfer):
     """What becomes of a job."""
     start(transfer)
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 60
     while not (results := connector.poll()):
         assert time.monotonic() < give_up
         time.sleep(0.0005)

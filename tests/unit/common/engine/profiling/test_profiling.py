@@ -22,7 +22,7 @@ from common.engine.profiling.profile import Profile
 from common.engine.profiling.trace_file import TraceFile
 from common.types import RequestId
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 DECODES = {RequestId("a"): 1, RequestId("b"): 1}
 
 

@@ -36,7 +36,7 @@ class Rank:
         return self.result()
 
     def result(self) -> TransferResult:
-        assert self._wake.acquire(timeout=30)
+        assert self._wake.acquire(timeout=60)
         (result,) = self.connector.poll()
         return result
 
