@@ -100,7 +100,7 @@ class FakePod:
         async with self._changed:
             self._changed.notify_all()
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
         """Return when `condition()` is true; it is looked at whenever something happens on the pod."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(condition)

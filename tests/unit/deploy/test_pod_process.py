@@ -126,11 +126,24 @@ async def test_a_dead_pod_is_restarted_and_takes_its_children_along(monkeypatch:
     await until_dead(second)
 
 
-async def test_restart_delays_double_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restart_delays_double_up_to_a_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each process ends once it was seen to be ready."""
+    was_seen = tmp_path / "seen"
+
+    class Releasing(Recorder):
+        def pod_ready(self, spec: PodSpec, seconds: float, *, again: bool) -> None:
+            was_seen.touch()
+
+    script = (
+        "import pathlib, time\n"
+        f"seen = pathlib.Path({str(was_seen)!r})\n"
+        "while not seen.exists():\n    time.sleep(0.01)\n"
+        "seen.unlink()\nraise SystemExit(3)"
+    )
     monkeypatch.setattr(pod_process, "FIRST_RESTART_DELAY_S", 0.01)
     monkeypatch.setattr(pod_process, "MAX_RESTART_DELAY_S", 0.03)
-    recorder = Recorder()
-    pod = PodProcess(spec("import time; time.sleep(0.2); raise SystemExit(3)"), always_ready, recorder)
+    recorder = Releasing()
+    pod = PodProcess(spec(script), always_ready, recorder)
     supervisor = asyncio.create_task(pod.supervise())
     await recorder.until(lambda: len(recorder.deaths) == 4)
     await pod.stop(grace_s=0)

@@ -48,7 +48,7 @@ class Following:
         self.latest = endpoints
 
     async def until(self, condition):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not condition():
                 assert not self.task.done()
                 await asyncio.sleep(0.005)
@@ -160,7 +160,7 @@ async def test_leases_that_ended_while_the_registry_did_not_answer_remove_nobody
     discovery = RegistryDiscovery(registry, DiscoveryMetrics(CollectorRegistry()), clock, poll_s=0.001)
     views = []
     following = asyncio.create_task(discovery.follow(views.append))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while registry.num_read < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     following.cancel()

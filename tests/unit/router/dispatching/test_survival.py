@@ -127,7 +127,7 @@ async def test_kv_that_must_not_be_recomputed_comes_from_another_prefill_pod(sta
 
 async def until(condition):
     """Wait for something about the router that nothing announces."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -197,7 +197,7 @@ async def test_pods_without_room_do_not_end_a_stream_that_lost_its_pod(start_clu
     decode.failure = OverloadedError("full")
     await decode.allow(None)
     await decode.start()
-    await decode.until(lambda: len(decode.submits) == 4)  # more often than a failing pod would be asked
+    await decode.until(lambda: len(decode.submits) >= 4)  # more often than a failing pod would be asked
     decode.failure = None
     assert (await answer)["choices"][0]["text"] == text()
     await cluster.until_quiet()
@@ -205,7 +205,7 @@ async def test_pods_without_room_do_not_end_a_stream_that_lost_its_pod(start_clu
 
 async def test_a_stream_that_waits_for_room_keeps_its_deadline(start_cluster):
     decode = FakeDecodePod()
-    cluster = await start_cluster([], [decode], request_timeout_s=1.0)
+    cluster = await start_cluster([], [decode], request_timeout_s=3.0)
     decode.allowed = 3
     async with Stream(cluster) as stream:
         await stream.next()

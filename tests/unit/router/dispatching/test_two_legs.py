@@ -360,7 +360,7 @@ async def test_a_client_that_goes_away_ends_both_legs(pair, caplog, after_first_
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_deadline_ends_both_legs(start_cluster, stream):
-    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod()], request_timeout_s=0.5)
+    cluster = await start_cluster([FakePrefillPod()], [FakeDecodePod()], request_timeout_s=2.0)
     cluster.decode[0].allowed = 2
     if stream:
         async with Stream(cluster) as events:
@@ -370,7 +370,7 @@ async def test_the_deadline_ends_both_legs(start_cluster, stream):
         assert response.status_code == 504
         error = response.json()["error"]
     assert error["code"] == "deadline_exceeded"
-    assert error["message"] == "the request was not finished within 0.5 s"
+    assert error["message"] == "the request was not finished within 2 s"
     await cluster.until_quiet()
 
 
@@ -453,7 +453,7 @@ async def test_a_slow_client_gets_merged_deltas(start_cluster):
     request = await service.model("").prepare(_draft("slow"))
     async with service.run([request]) as run:
         (generation,) = run.generations
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not generation.generation.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         deltas = [delta async for delta in generation]
@@ -492,7 +492,7 @@ async def test_a_conversation_goes_on_where_its_kv_is(start_cluster):
     await cluster.complete(prompt=LONG_PROMPT, max_tokens=4)
     await prefill.set_stats(pods_pb2.PodStats(num_queued_tokens=20_000, num_waiting=9, num_blocks=100))
     (pod,) = cluster.router.cluster.prefill_pods
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while pod.engines[0].load.current().num_requests != 9:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await cluster.complete(prompt=LONG_PROMPT, max_tokens=4)

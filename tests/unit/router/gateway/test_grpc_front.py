@@ -166,7 +166,7 @@ async def test_a_call_cancelled_while_it_is_written_is_nothing_special(start_clu
 
 async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatch):
     monkeypatch.setattr(grpc_servicer, "_LAST_CHUNK_S", 0.1)
-    cluster = await start_cluster(request_timeout_s=1.0)
+    cluster = await start_cluster(request_timeout_s=3.0)
     async with unread_stream(cluster) as call:
         await asyncio.wait_for(cluster.router.service._idle.wait(), 30)
         assert cluster.metric("baton_router_request_errors_total", code="deadline_exceeded") == 1

@@ -164,7 +164,7 @@ async def test_errors_have_anthropics_form(start):
 
 async def test_an_error_within_a_stream_is_an_event(start_cluster, says):
     pod = FakeDecodePod(says("One two three four five six"))
-    cluster = await start_cluster([], [pod], request_timeout_s=3.0)
+    cluster = await start_cluster([], [pod])
     pod.allowed = 2
     body = {"max_tokens": 50, "messages": ASKS, "stream": True}
     async with cluster.client.stream("POST", MESSAGES, json=body) as response:

@@ -17,7 +17,7 @@ from router.pods import Cluster, PodClaim, PodState, Share
 from router.pods.stall import StallWatch
 from router.testing import FakeDecodePod, FakePrefillPod
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Announced:
@@ -184,16 +184,18 @@ async def test_a_lost_connection_is_closed_without_a_garbage_collection(monkeypa
     async with FakeDecodePod() as fake, cluster_of(decode_at(fake)) as cluster:
         gc.disable()
         try:
-            counts = []
+            most = 0
             for _ in range(4):
                 await until(cluster, lambda: cluster.can_serve)
-                counts.append(num_connections())
+                most = most or num_connections()
+                async with asyncio.timeout(DEADLINE_S):
+                    while num_connections() > most:  # noqa: ASYNC110  gRPC's own threads close the one before
+                        await asyncio.sleep(0.01)
                 lost.set()
                 await until(cluster, lambda: not cluster.can_serve)
                 lost.clear()
         finally:
             gc.enable()
-        assert counts == [counts[0]] * 4
 
 
 def num_connections():

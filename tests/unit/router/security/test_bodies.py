@@ -206,7 +206,7 @@ async def test_a_body_that_comes_too_slowly_is_not_waited_for(start_cluster, lim
 
 
 async def test_the_answer_may_take_longer_than_the_body(start_cluster):
-    cluster = await start_cluster(limits=LimitsConfig(body_timeout_s=0.05, header_timeout_s=0.05))
+    cluster = await start_cluster(limits=LimitsConfig(body_timeout_s=0.5, header_timeout_s=0.5))
     decode = cluster.decode[0]
     decode.allowed = 1
     body = b'{"prompt": [600], "max_tokens": 2}'
@@ -214,7 +214,7 @@ async def test_the_answer_may_take_longer_than_the_body(start_cluster):
         await wire.send(beginning(0, of=len(body)), body[:5], body[5:])
         await decode.until(lambda: decode.submits)
         overdue = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(0.1, overdue.set_result, None)
+        asyncio.get_running_loop().call_later(0.6, overdue.set_result, None)
         await overdue
         await decode.allow(None)
         assert (await wire.receive()).status == 200

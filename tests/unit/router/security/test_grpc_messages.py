@@ -127,14 +127,13 @@ async def test_a_message_that_does_not_come(start_cluster, method):
     assert caught.value.details() == "the message did not arrive within 0.05 s"
 
 
-@pytest.fixture
-async def one_slot(start_cluster):
-    return await start_cluster(
-        limits=LimitsConfig(max_unfinished_body_bytes=2**20, body_timeout_s=0.5), max_body_bytes=2**20
-    )
+async def start_with_one_slot(start_cluster, body_timeout_s):
+    limits = LimitsConfig(max_unfinished_body_bytes=2**20, body_timeout_s=body_timeout_s)
+    return await start_cluster(limits=limits, max_body_bytes=2**20)
 
 
-async def test_a_call_that_gets_no_slot(one_slot):
+async def test_a_call_that_gets_no_slot(start_cluster):
+    one_slot = await start_with_one_slot(start_cluster, 0.5)
     async with grpc.aio.insecure_channel(one_slot.router.grpc_address) as channel:
         calls = [asyncio.ensure_future(channel.stream_unary(GENERATE)(never(), timeout=30)) for _ in range(4)]
         errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -144,7 +143,8 @@ async def test_a_call_that_gets_no_slot(one_slot):
     }
 
 
-async def test_a_call_gets_the_slot_of_one_that_ends(one_slot):
+async def test_a_call_gets_the_slot_of_one_that_ends(start_cluster):
+    one_slot = await start_with_one_slot(start_cluster, 60.0)
     async with grpc.aio.insecure_channel(one_slot.router.grpc_address) as channel:
         slow = channel.stream_unary(GENERATE)(never(), timeout=30)
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -253,7 +253,7 @@ async def test_nothing_of_a_refused_request_stays(start_cluster):
                 await inference_pb2_grpc.InferenceStub(channel).Generate(
                     inference_pb2.GenerateRequest(text="Hi", model="another"), timeout=30
                 )
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 # No event tells when the last reference goes.
                 while any(type(each) is UnknownModelError for each in gc.get_objects()):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
