@@ -33,7 +33,7 @@ class Machines:
         self._stack = stack
         one, two, http, master = (free_port() for _ in range(4))
         nodes = ["--tensor-parallel-size=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={master}"]
-        nodes += ["--node-timeout-s=1"]
+        nodes += ["--node-timeout-s=3"]
         self.pod = self._serve("decode", f"--port={one}", "--connector=none", *nodes)
         self.node = self._serve("decode", "--node-rank=1", "--connector=none", *nodes)
         other = self._serve("decode", f"--port={two}", "--connector=none")

@@ -25,6 +25,9 @@ async def test_requests_go_on_without_redis_and_use_it_when_it_is_there() -> Non
         options += ("--connector-options", f"lookup_timeout_s={LOOKUP_TIMEOUT_S}")
         with running_cluster("--prefill", "1", "--decode", "1", *options) as cluster:
             await ask(cluster)
+            async with asyncio.timeout(SETTLE_DEADLINE_S):
+                while len(outages(cluster, server)) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
             assert len(outages(cluster, server)) == 2, "one line of each pod"
             server.start()
             await ask_until(cluster, lambda: external_tokens(cluster) > 0)

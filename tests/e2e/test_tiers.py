@@ -67,6 +67,8 @@ async def test_a_prefill_pod_finds_what_another_one_computed(tmp_path: Path, opt
         (second,) = pods.keys() - {first}
         num_tokens = pods[first]["prompt_tokens"]
         assert num_tokens > 10 * BLOCK_SIZE
+        if "nixl" in options:  # whose store gets the blocks beside the handoff
+            await pods[first].until("num_offloaded_blocks", num_tokens // BLOCK_SIZE)
         drain(cluster, first)
         assert await complete(cluster, [prompt]) == [expected]
         assert pods[first]["prompt_tokens"] == num_tokens
@@ -102,7 +104,9 @@ async def test_what_is_preempted_is_restored_from_host_memory(tmp_path: Path, co
 async def test_the_next_turn_of_a_chat_restores_what_the_decode_pod_computed(tmp_path: Path) -> None:
     """The prefill pod never computed the first answer, and does not compute it for the second turn either."""
     question, next_question = "Tell me a story about a dog and a cat.", "And then?"
-    options = ("--connector", "redis", "--connector-options", "offload=true", "--config", config_file(tmp_path))
+    options = ("--connector", "redis", "--config", config_file(tmp_path))
+    for option in ("offload=true", "lookup_timeout_s=20"):  # in which a busy machine answers, too
+        options += ("--connector-options", option)
     with running_cluster(*options) as cluster:
         prefill, decode = pod_metrics(cluster, "prefill-0"), pod_metrics(cluster, "decode-0")
         first = await chat(cluster, question)

@@ -133,14 +133,12 @@ async def test_both_pods_are_rid_of_it_at_once(cluster, stage, ask):
         await client
     await wait_for(lambda: cluster.aborted() == [0 if is_prefilled else 1, 1])
     await wait_for(lambda: not cluster.router.service._running)
-    assert cluster.decode.context.admission.num_open == 0
+    await wait_for(lambda: cluster.decode.context.admission.num_open == 0)
     cluster.prefill.gate.open()
     cluster.decode.gate.open()
     if stage is queued:
         await cluster.prefill.other_work
     await cluster.prefill.wait_clean()
     await cluster.decode.wait_clean()
-    errors = cluster.router.metrics.registry.get_sample_value(
-        "baton_router_request_errors_total", {"code": "cancelled"}
-    )
-    assert errors == 1
+    figures = cluster.router.metrics.registry
+    await wait_for(lambda: figures.get_sample_value("baton_router_request_errors_total", {"code": "cancelled"}) == 1)

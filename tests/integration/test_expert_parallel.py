@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)  # it is ended before
 DRAWN = SamplingParams(temperature=1.2, seed=3, max_tokens=10, ignore_eos=True)
 
 
@@ -87,7 +88,7 @@ async def test_tokens_failures_of_one_engine_and_its_end() -> None:
         answers = Answers(client)
         await check_tokens(answers, directory)
 
-        stream, dropped = answers.ask(prompt_of(5), 0, LONG), answers.ask(prompt_of(9), 1, LONG)
+        stream, dropped = answers.ask(prompt_of(5), 0, LONG), answers.ask(prompt_of(9), 1, ENDLESS)
         await answers.until(5, num_tokens=68)
         client.abort_requests([dropped])
         too_long = answers.ask(prompt_of(5000), 1)
@@ -104,7 +105,7 @@ async def test_tokens_failures_of_one_engine_and_its_end() -> None:
         report = await client.check_integrity()
         assert (report.violations, report.num_requests) == ([], 0)
 
-        answers.ask(prompt_of(5), 0, LONG)
+        answers.ask(prompt_of(5), 0, ENDLESS)
         await answers.until(11, num_tokens=len(answers) + 4)
         second = client._engines[1]
         assert isinstance(second, AsyncMPClient)
