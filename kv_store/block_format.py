@@ -14,6 +14,7 @@ The digest is XXH3-128: it detects accidental damage. It is no defence against a
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,7 +31,7 @@ FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
 
 _MAGIC = b"BATONKV\n"
-# Little-endian: magic, version, dtype code, layers, K and V, KV heads, block size, head dim, tokens, payload bytes,
+# Little-endian: magic, version, dtype code, layers, planes, KV heads, block size, head dim, tokens, payload bytes,
 # fingerprint, block hash, digest, digest of the layout, KV group, zeros; bytes of features, their digest, zeros. 192
 # bytes keep the payload aligned.
 _HEADER = struct.Struct(
@@ -49,7 +50,7 @@ SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Shape of one block: [num_layers + num_feature_layers, 2, num_kv_heads, block_size, head_dim] elements of
+    """Shape of one block: [num_layers + num_feature_layers, num_planes, num_kv_heads, block_size, head_dim] elements of
     `dtype`."""
 
     dtype: str  # one of SUPPORTED_DTYPES
@@ -58,11 +59,12 @@ class BlockLayout:
     block_size: int
     head_dim: int
     num_feature_layers: int = 0  # layers of features, which follow the layers of KV
+    num_planes: int = 2  # keys and values, or keys alone
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Elements along each axis of the KV."""
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (self.num_layers, self.num_planes, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def payload_bytes(self) -> int:
@@ -81,7 +83,7 @@ class BlockLayout:
 
     @property
     def _layer_bytes(self) -> int:
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * _DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape[1:]) * _DTYPE_BYTES[self.dtype]
 
 
 class BlockHeader(NamedTuple):

@@ -37,15 +37,16 @@ class Staging(Protocol):
 
 
 def layout_of(kv_cache: torch.Tensor, num_feature_layers: int = 0) -> BlockLayout:
-    """Layout of the blocks of `kv_cache` [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], whose last
-    layers are of features. Raises ConfigError if the dtype has no code on the medium."""
+    """Layout of the blocks of `kv_cache` [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim], of which
+    the last layers are of features. Raises ConfigError if the dtype has no code on the medium."""
     dtype = str(kv_cache.dtype).removeprefix("torch.")
     if dtype not in SUPPORTED_DTYPES:
         raise ConfigError(f"connectors move KV of {', '.join(SUPPORTED_DTYPES)}, not {dtype}", param="dtype")
-    _, num_layers, two, num_kv_heads, block_size, head_dim = kv_cache.shape
-    if two != 2 or not kv_cache.is_contiguous():
+    _, num_layers, num_planes, num_kv_heads, block_size, head_dim = kv_cache.shape
+    if num_planes not in (1, 2) or not kv_cache.is_contiguous():
         raise ValueError(f"not a block-major KV cache: shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}")
-    return BlockLayout(dtype, num_layers - num_feature_layers, num_kv_heads, block_size, head_dim, num_feature_layers)
+    num_kv_layers = num_layers - num_feature_layers
+    return BlockLayout(dtype, num_kv_layers, num_kv_heads, block_size, head_dim, num_feature_layers, num_planes)
 
 
 def create_staging(kv_cache: torch.Tensor, num_bytes: int, fences: Fences = NO_FENCES) -> Staging:

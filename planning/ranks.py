@@ -78,9 +78,8 @@ def rank_table(
     config = _config_of(model)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ()
-    if getattr(text, "kv_lora_rank", None) or not all(
-        each.endswith("attention") and "linear" not in each for each in kinds
-    ):
+    unknown = ("linear", "indexed") if _has_latents(text) else ("linear",)
+    if not all(each.endswith("attention") and not each.startswith(unknown) for each in kinds):
         raise ConfigError(f"{model}: its KV cache is not one of heads, and is not known here", param="model")
     own = getattr(text, "dtype", None)
     name = dtype or str(own or torch.float32).removeprefix("torch.")
@@ -114,8 +113,14 @@ def _sizes_of(config: Any, text: Any, dtype: torch.dtype, parallel: ParallelConf
 
 
 def _kv_per_token(text: Any, heads: Heads, dtype: torch.dtype, num_layers: int) -> int:
+    if _has_latents(text):
+        return int(num_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads.num_heads
     return int(2 * num_layers * heads.kv_of_rank * head_dim * dtype.itemsize)
+
+
+def _has_latents(text: Any) -> bool:
+    return bool(getattr(text, "kv_lora_rank", None))
 
 
 def _config_of(model: str) -> Any:

@@ -148,7 +148,7 @@ class WorkerConnector(Connector, Protocol):
         rank: int = 0,
     ) -> ConnectorFacts:
         """Called once, before anything else. `kv_cache` is that of `rank`,
-        [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], one block one contiguous slab;
+        [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim], one block one contiguous slab;
         `layout` is that of the engine.
         Opens the medium; raises ConfigError that names the setting if that is impossible."""
 

@@ -27,13 +27,13 @@ def find_problem(inspector: StoreInspector, block: StoredBlock) -> BlockCorruptE
 def check_frame(block: StoredBlock, frame: bytes) -> None:
     """Raises BlockCorruptError unless `frame` is complete, unchanged and under its own name."""
     header = parse_header(frame)
-    num_layers, planes, num_kv_heads, block_size, head_dim = header.shape
-    layout = BlockLayout(header.dtype, num_layers, num_kv_heads, block_size, head_dim)
+    num_layers, num_planes, num_kv_heads, block_size, head_dim = header.shape
+    layout = BlockLayout(header.dtype, num_layers, num_kv_heads, block_size, head_dim, num_planes=num_planes)
     own_format = BlockFormat(header.fingerprint, layout, header.layout)
     kv_end = HEADER_BYTES + layout.payload_bytes
     kv, features = frame[HEADER_BYTES:kv_end], frame[kv_end:]
     expected = {
-        "shape": (planes, 2),
+        "shape": (num_planes in (1, 2), True),
         "payload_bytes": (header.payload_bytes, layout.payload_bytes),
         "length": (len(frame), header.frame_bytes),
         "fingerprint": (own_format.namespace, block.namespace),

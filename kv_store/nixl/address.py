@@ -109,7 +109,8 @@ def routes_to(encoded: bytes, own: RankSlabs) -> list[Route]:
     if len(addresses) != len(shards):
         problem = f"the peer has {len(shards)} ranks, but {len(addresses)} addresses"
         raise IncompatibleAddressError(problem, param="address")
-    slabs = [replace(own.slab, num_heads=len(each.heads), num_planes=2 * len(each.layers)) for each in shards]
+    planes = own.slab.planes_per_layer
+    slabs = [replace(own.slab, num_heads=len(each.heads), num_planes=planes * len(each.layers)) for each in shards]
     for address, slab in zip(addresses, slabs, strict=True):
         _check_fits(address, own.fingerprint, layout, slab)
     return [

@@ -26,17 +26,19 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlabShape:
-    """A slab as [planes, heads, bytes of a head]; a plane is the keys or the values of a layer."""
+    """A slab as [planes, heads, bytes of a head]; a plane is the keys or the values of a layer, or both in one."""
 
     num_planes: int
     num_heads: int
     head_bytes: int
+    planes_per_layer: int = 2
 
     @classmethod
     def of(cls, block: BlockLayout) -> SlabShape:
         """The shape of slabs of this layout."""
-        num_planes = 2 * (block.num_layers + block.num_feature_layers)
-        return cls(num_planes, block.num_kv_heads, block.slab_bytes // (num_planes * block.num_kv_heads))
+        num_planes = block.num_planes * (block.num_layers + block.num_feature_layers)
+        head_bytes = block.slab_bytes // (num_planes * block.num_kv_heads)
+        return cls(num_planes, block.num_kv_heads, head_bytes, block.num_planes)
 
     @property
     def num_bytes(self) -> int:
@@ -45,17 +47,17 @@ class SlabShape:
 
     @property
     def num_layers(self) -> int:
-        """Layers, each of two planes."""
-        return self.num_planes // 2
+        """Layers of the slab."""
+        return self.num_planes // self.planes_per_layer
 
     def cut(self, part: Part, *, in_one_run: bool) -> Cut:
         """The places of a part. `in_one_run`: it has all heads of the slab, and of the one at the other end."""
         plane_bytes, first_head = self.num_heads * self.head_bytes, part.head * self.head_bytes
+        first_plane, num_planes = (self.planes_per_layer * layers for layers in (part.layer, part.num_layers))
         if in_one_run:
-            first_byte, run_bytes = 2 * part.layer * plane_bytes, 2 * part.num_layers * plane_bytes
-            return Cut(first_byte, run_bytes, self.num_bytes, 1, 0, 1)
-        run_bytes, num_runs = part.num_heads * self.head_bytes, 2 * part.num_layers
-        return Cut(first_head, run_bytes, plane_bytes, self.num_planes, 2 * part.layer, num_runs)
+            return Cut(first_plane * plane_bytes, num_planes * plane_bytes, self.num_bytes, 1, 0, 1)
+        run_bytes = part.num_heads * self.head_bytes
+        return Cut(first_head, run_bytes, plane_bytes, self.num_planes, first_plane, num_planes)
 
     def runs(self, slab: Buffer, part: Part) -> list[memoryview]:
         """Returns the bytes of a part in each plane, in place; one run if it has all heads."""

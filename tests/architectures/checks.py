@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.llm import LLM
 from common.engine.scheduler import scheduler
 from common.errors import ConfigError, ModelLoadError
@@ -32,7 +33,7 @@ class Verdict(NamedTuple):
     refused: str = ""  # why
     is_cut: bool = False  # tokens are the same on two ranks
     kernels: str = ""  # see EngineSpec
-    groups: str = ""  # the kinds of its KV groups
+    groups: str = ""  # the kinds of its KV groups; latents by that name
 
 
 def check(model_type: str) -> Verdict:
@@ -46,7 +47,7 @@ def check(model_type: str) -> Verdict:
             assert _answers(llm, prompts) == expected
             assert llm._client.stats().prefix_cache_hits > 0
             kernels = llm.spec.kernels
-            groups = ", ".join(dict.fromkeys(group.kind for group in llm.spec.layout.groups))
+            groups = ", ".join(dict.fromkeys(_kv_of(group) for group in llm.spec.layout.groups))
     except ModelLoadError as error:
         reason = error.message.replace(str(directory), "it").partition(" (relative error")[0]
         return Verdict(_class_name(directory), reason)
@@ -54,6 +55,10 @@ def check(model_type: str) -> Verdict:
     _check_drafts(directory, prompts, expected)
     is_cut = _on_two_ranks(directory, prompts, expected)
     return Verdict(_class_name(directory), is_cut=is_cut, kernels=kernels, groups=groups)
+
+
+def _kv_of(group: KVGroupSpec) -> str:
+    return "latent" if group.kind == "full" and not group.value_head_dim else group.kind
 
 
 def _open(directory: Path, **options: object) -> LLM:

@@ -232,6 +232,45 @@ def test_tokens_of_models_are_those_of_transformers(
     assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
 
 
+@pytest.mark.cell(
+    feature="handoff of latents",
+    connector="{connector}",
+    degrees="{of_producer[0]}x{of_producer[1]} to {of_consumer[0]}x{of_consumer[1]}",
+)
+@pytest.mark.parametrize(
+    ("connector", "of_producer", "of_consumer"),
+    [
+        ("nixl", (2, 1), (1, 1)),
+        ("shared-storage", (1, 1), (2, 1)),
+        *(
+            pytest.param(connector, *cuts, marks=pytest.mark.matrix)
+            for connector, cuts in (
+                ("shared-storage", ((2, 1), (1, 1))),
+                ("nixl", ((1, 1), (2, 1))),
+                ("nixl", ((4, 1), (2, 1))),
+                ("nixl with host memory", ((2, 1), (2, 1))),
+                ("shared-storage", ((1, 3), (2, 1))),
+                ("nixl", ((1, 1), (1, 3))),
+            )
+        ),
+    ],
+    indirect=["connector"],
+)
+def test_latents(connector: KVConnectorConfig, of_producer: tuple[int, int], of_consumer: tuple[int, int]) -> None:
+    """Every rank has the latents of all heads, and those of one are sent."""
+    directory = tiny_model_dir("deepseek_v3")
+    prompts = [prompt_of(length) for length in LENGTHS]
+    producer, consumer = (
+        InprocClient(config_of(connector, num_ranks, str(directory), num_stages))
+        for num_ranks, num_stages in (of_producer, of_consumer)
+    )
+    with producer, consumer:
+        decoded = handed_over(producer, consumer, prompts)
+        wholes = {engine.spec.bytes_per_whole_block for engine in (producer, consumer)}
+    assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
+    assert wholes == {BLOCK_SIZE * 3 * (16 + 8) * 4}  # tokens, layers, latent and rotary part, bytes
+
+
 @pytest.mark.parametrize("connector", [pytest.param("shared-storage", marks=pytest.mark.matrix), "nixl"], indirect=True)
 def test_window_groups_over_stages(connector: KVConnectorConfig, tmp_path: Path) -> None:
     """Alone, and from two stages to one and back."""

@@ -20,11 +20,21 @@ class KVGroupSpec:
     layers: tuple[int, ...]  # of the model
     num_kv_heads: int
     head_dim: int  # of keys; values are padded up to it
-    value_head_dim: int
+    value_head_dim: int  # 0: keys alone are kept, of which values are a part
     dtype: str  # name of the torch.dtype
     kind: str = "full"  # see KV_GROUP_KINDS
     window: int | None = None  # a token sees itself and the `window - 1` tokens before it
     state_bytes: int = 0  # of its part of the state
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of a layer in a block: keys and values, or keys alone."""
+        return planes_of(self.value_head_dim)
+
+
+def planes_of(value_head_dim: int) -> int:
+    """Planes of a layer in a block, see KVGroupSpec."""
+    return 2 if value_head_dim else 1
 
 
 def max_blocks_of(groups: Sequence[KVGroupSpec], num_spans: int) -> int:

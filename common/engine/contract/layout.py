@@ -84,6 +84,15 @@ class KVLayout:
         return found.pop()
 
     @property
+    def num_planes(self) -> int:
+        """Planes of a layer in a block, see KVGroupSpec. Raises IncompatiblePeerError if groups differ."""
+        found = {group.num_planes for group in self.groups}
+        if len(found) != 1:
+            problem = f"value_head_dim: blocks of {sorted(found)} planes do not have one shape"
+            raise IncompatiblePeerError(problem, param="value_head_dim")
+        return found.pop()
+
+    @property
     def digest(self) -> bytes:
         """LAYOUT_DIGEST_BYTES that stand for the layout of the KV, with features or without."""
         of_kv = replace(self, num_feature_layers=0)

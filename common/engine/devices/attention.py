@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn import functional
+
+from common.engine.contract.kv_groups import planes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +21,16 @@ class KVSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int  # of keys; values are padded up to it
-    value_head_dim: int
+    value_head_dim: int  # 0: keys alone are kept, of which values are a part
     dtype: torch.dtype
 
     def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]."""
-        return self.num_layers, 2, self.num_kv_heads, block_size, self.head_dim
+        """Shape of one block: [num_layers, planes, num_kv_heads, block_size, head_dim]."""
+        return self.num_layers, planes_of(self.value_head_dim), self.num_kv_heads, block_size, self.head_dim
 
     def bytes_per_block(self, block_size: int) -> int:
         """Size of one block in bytes."""
-        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
+        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
 
 
 class GroupTables(NamedTuple):
@@ -89,6 +93,45 @@ class AttentionMetadata:
         )
 
 
+class LatentExpansion(NamedTuple):
+    """How keys and values are computed of what is cached of a token in their place: a latent of `rank` numbers, of
+    which they are linear functions, and the rotary part that ends the keys of all heads."""
+
+    weight: torch.Tensor  # [num_heads, key_dim + value dim, rank]
+    key_dim: int  # of keys without their rotary part
+
+    @property
+    def rank(self) -> int:
+        """Numbers of a latent."""
+        return self.weight.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a head's value."""
+        return self.weight.shape[1] - self.key_dim
+
+    def expand(self, cached: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_heads, tokens, key_dim + rotary dim] and values [num_heads, tokens, value_dim] of what is cached of
+        some tokens, [tokens, rank + rotary dim]."""
+        num_heads, num_rows, rank = self.weight.shape
+        latents, rotary = cached[:, :rank], cached[:, rank:]
+        rows = functional.linear(latents, self.weight.view(-1, rank)).view(-1, num_heads, num_rows).transpose(0, 1)
+        keys = torch.cat([rows[..., : self.key_dim], rotary.expand(num_heads, -1, -1)], dim=2)
+        return keys, rows[..., self.key_dim :]
+
+    def absorbed(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries [1, tokens, num_heads, key_dim + rotary dim] whose products with keys are those of the result, [1,
+        tokens, num_heads, rank + rotary dim], with what is cached."""
+        of_keys = torch.bmm(query[0, ..., : self.key_dim].transpose(0, 1), self.weight[:, : self.key_dim])
+        return torch.cat([of_keys.transpose(0, 1), query[0, ..., self.key_dim :]], dim=2)[None]
+
+    def values_of(self, attended: torch.Tensor) -> torch.Tensor:
+        """Sums of values [1, tokens, num_heads, value_dim] of the same sums of latents, [1, tokens, num_heads, rank or
+        more]."""
+        latents = attended[0, ..., : self.rank].transpose(0, 1)
+        return torch.bmm(latents, self.weight[:, self.key_dim :].transpose(1, 2)).transpose(0, 1)[None]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionArgs:
     """Arguments of a layer's attention beyond queries, keys and values."""
@@ -98,6 +141,7 @@ class AttentionArgs:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     sinks: torch.Tensor | None = None  # [num_heads], extra logits that take probability and add nothing
     slopes: torch.Tensor | None = None  # [num_heads] float32, ALiBi: scores rise by so much from token to token
+    expansion: LatentExpansion | None = None  # what is cached are latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +177,7 @@ class Rotary:
 
 class AttentionBackend(Protocol):
     """Computes attention of one KV group's layers over one worker's paged KV cache. Built with the KV cache
-    [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
+    [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
 
     reads_whole_blocks: bool  # also the part beyond a sequence, which must be finite then
 
@@ -147,6 +191,9 @@ class AttentionBackend(Protocol):
 
         `query` is [1, num_tokens, num_heads, head_dim], `key` and `value` are [1, num_tokens, num_kv_heads, head_dim];
         the leading dimension is the modelling code's. Returns [1, num_tokens, num_heads, head_dim].
+
+        With an expansion, `query` is that of expanded keys, `key` is what is cached, and `value` is empty. Returns [1,
+        num_tokens, num_heads, value dim].
         """
 
 

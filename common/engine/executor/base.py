@@ -51,7 +51,7 @@ class Executor(Protocol):
         """Loads weights. Raises ModelLoadError, in one line, for a model that cannot be served."""
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block 0 being the null block."""
+        """Allocates [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]; block 0 is the null block."""
 
     def measure_steps(self) -> list[tuple[int, float]]:
         """Run steps of one prompt to see how long they take: tokens, and seconds. Empty: it is left to be learned."""

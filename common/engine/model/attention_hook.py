@@ -14,17 +14,18 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from common.engine.devices.attention import AttentionArgs, AttentionBackend
+from common.engine.devices.attention import AttentionArgs, AttentionBackend, LatentExpansion
 from common.engine.model.parallel_layers import OwnHeads
 
 ATTENTION_NAME = "baton_paged"
 
 _ATTRIBUTE = "baton_attention"
 _OWN_HEADS = "baton_own_heads"
+_EXPANSION = "baton_expansion"
 
 LayerAttention = Callable[..., torch.Tensor]
 """(module, query, key, value, **arguments of the modelling code), tensors [1, heads, tokens, head_dim]
--> [1, tokens, heads, value head_dim]"""
+-> [1, tokens, heads, value head_dim]. Of a module with an expansion, keys and values are latents and rotary parts."""
 
 
 def install(modules: Sequence[torch.nn.Module], backend: AttentionBackend) -> None:
@@ -48,9 +49,27 @@ def set_own_heads(module: torch.nn.Module, heads: OwnHeads) -> None:
     object.__setattr__(module, _OWN_HEADS, heads)
 
 
+def own_heads_of(module: torch.nn.Module) -> OwnHeads | None:
+    """Returns what `set_own_heads` has set."""
+    found: OwnHeads | None = module.__dict__.get(_OWN_HEADS)
+    return found
+
+
+def set_expansion(module: torch.nn.Module, expansion: LatentExpansion | None) -> None:
+    """Notes that one module gives latents to attention, and how they are expanded."""
+    object.__setattr__(module, _EXPANSION, expansion)
+
+
+def expansion_of(module: torch.nn.Module) -> LatentExpansion | None:
+    """Returns what `set_expansion` has set."""
+    found: LatentExpansion | None = module.__dict__.get(_EXPANSION)
+    return found
+
+
 def attention_args(
     head_dim: int,
     *,
+    expansion: LatentExpansion | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -60,7 +79,7 @@ def attention_args(
 ) -> AttentionArgs:
     """A layer's constants, of the arguments that its modelling code passes."""
     scale = head_dim**-0.5 if scaling is None else scaling
-    return AttentionArgs(scale, sliding_window, softcap, s_aux, alibi_slopes)
+    return AttentionArgs(scale, sliding_window, softcap, s_aux, alibi_slopes, expansion)
 
 
 def paged_attention(
@@ -74,7 +93,7 @@ def paged_attention(
     """Attention of a module as transformers calls it: queries, keys and values [1, heads, tokens, head_dim] -> [1,
     tokens, heads, value head_dim], and no weights."""
     attend: LayerAttention = module.__dict__[_ATTRIBUTE]
-    heads: OwnHeads | None = module.__dict__.get(_OWN_HEADS)
+    heads = own_heads_of(module)
     if heads is None:
         return attend(module, query, key, value, **arguments), None
     if arguments.get("s_aux") is not None:
@@ -95,7 +114,10 @@ def _paged(layer: int, backend: AttentionBackend) -> LayerAttention:
     ) -> torch.Tensor:
         nonlocal args_of_layer
         if args_of_layer is None:
-            args_of_layer = attention_args(query.shape[-1], **arguments)
+            args_of_layer = attention_args(query.shape[-1], expansion=expansion_of(module), **arguments)
+        if args_of_layer.expansion is not None:
+            cached = torch.cat([key, value], dim=-1).transpose(1, 2)
+            return backend.attend(layer, query.transpose(1, 2), cached, cached[..., :0], args_of_layer)
         value_dim = value.shape[-1]
         padding = key.shape[-1] - value_dim
         if padding:

@@ -201,6 +201,8 @@ def _of_all_ranks(
 ) -> tuple[KVGroupSpec, ...]:
     """The groups with the heads of the whole model. Raises ConfigError if this rank has not its share of them."""
     heads = heads_of(model.config, size)
+    if not probed.spec.value_head_dim:  # latents, which all heads share
+        heads = heads._replace(num_kv_heads=probed.spec.num_kv_heads)
     if probed.spec.num_kv_heads != heads.kv_of_rank or set(probed.num_heads) != {heads.of_rank}:
         raise refused(f"the plan of {type(model).__name__} does not cut its attention by heads")
     return tuple(replace(group, num_kv_heads=heads.num_kv_heads) for group in groups)

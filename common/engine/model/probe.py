@@ -25,8 +25,10 @@ from common.engine.model.attention_hook import (
     ATTENTION_NAME,
     attention_args,
     clear_layer_attention,
+    expansion_of,
     set_layer_attention,
 )
+from common.engine.model.latents import Latents
 from common.engine.model.scan import replace_scan
 from common.engine.model.stages import Stage, check_stage, device_of
 from common.engine.model.states import (
@@ -79,8 +81,21 @@ class _Call:
 
 
 def probe_model(model: Any, stage: Stage) -> ProbedModel:
-    """Runs the probe. `model` is a transformers causal LM, or a stage of one. Raises ModelLoadError if it cannot be
-    served."""
+    """Runs the probe, with latents in place of keys and values where these compute the same. `model` is a transformers
+    causal LM, or a stage of one. Raises ModelLoadError if it cannot be served."""
+    latents = Latents(model)
+    try:
+        probed = _probe(model, stage)
+    except ModelLoadError:
+        if not latents:
+            raise
+        latents.undo()
+        return _probe(model, stage)
+    latents.settle()
+    return probed
+
+
+def _probe(model: Any, stage: Stage) -> ProbedModel:
     name = type(model).__name__
     text_config = model.config.get_text_config()
     layer_types = list(getattr(text_config, "layer_types", None) or [])
@@ -100,13 +115,16 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
             what = f"takes {unknown[0]!r}" if unknown else "is not causal"
             raise ModelLoadError(f"{name}: its attention {what}, which cannot be served", param="model")
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
-        args = attention_args(key.shape[3], **arguments)
+        args = attention_args(query.shape[3], expansion=expansion_of(module), **arguments)
         if is_first:
-            calls.append(_Call(module, num_heads, num_kv_heads, key.shape[3], value.shape[3], args))
+            head_dim, value_head_dim = key.shape[3], value.shape[3]
+            if args.expansion is not None:
+                head_dim, value_head_dim = head_dim + value_head_dim, 0
+            calls.append(_Call(module, num_heads, num_kv_heads, head_dim, value_head_dim, args))
         else:
             key, value = (torch.cat(pair, dim=2) for pair in zip(cached[module], (key, value), strict=True))
         cached[module] = key, value
-        return _plain_attention(query, key, value, **arguments)
+        return _attend(module, query, key, value, **arguments)
 
     is_first = True
     store, outputs_of_parts = _RecordedStates(len(states)), []
@@ -270,7 +288,15 @@ def _attend_shortened(
     windowed: set[torch.nn.Module], module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any
 ) -> torch.Tensor:
     window = _SHORT_WINDOW if module in windowed else None
-    return _plain_attention(query, key, value, **arguments | {"sliding_window": window})
+    return _attend(module, query, key, value, **arguments | {"sliding_window": window})
+
+
+def _attend(module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
+    """Plain attention of a module, which may have latents."""
+    expansion = expansion_of(module)
+    if expansion is not None:
+        key, value = (each[None] for each in expansion.expand(torch.cat([key, value], dim=3)[0, 0]))
+    return _plain_attention(query, key, value, **arguments)
 
 
 def _is_unknown(name: str, given: Any) -> bool:

@@ -474,7 +474,7 @@ class Worker:
 
 
 def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: Device) -> torch.Tensor:
-    """Zeros of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. Raises ConfigError if they are too
+    """Zeros of [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]. Raises ConfigError if they are too
     many."""
     shape = (num_blocks, *spec.block_shape(block_size))
     with _fitting(f"a KV cache of {num_blocks} blocks", num_blocks * spec.bytes_per_block(block_size), device):

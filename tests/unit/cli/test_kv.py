@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from tests.tls_front import create_authority, tls_front
 
 LAYOUT = BlockLayout("bfloat16", num_layers=2, num_kv_heads=1, block_size=16, head_dim=8)
 MODEL = BlockFormat(bytes(range(32)), LAYOUT, bytes(16))
-OTHER_MODEL = BlockFormat(bytes(range(1, 33)), LAYOUT, bytes(16))
+OTHER_MODEL = BlockFormat(bytes(range(1, 33)), replace(LAYOUT, num_planes=1), bytes(16))
 
 
 def key(index: int) -> BlockHash:

@@ -40,6 +40,7 @@ def test_sizes():
     assert HEADER_BYTES == 192
     assert LAYOUT.payload_bytes == 2 * 2 * 3 * 4 * 8 * 2
     assert dataclasses.replace(LAYOUT, dtype="float32").payload_bytes == 2 * LAYOUT.payload_bytes
+    assert 2 * dataclasses.replace(LAYOUT, num_planes=1).payload_bytes == LAYOUT.payload_bytes
 
 
 def test_sealed_frame_is_verified_and_can_be_inspected():
@@ -67,6 +68,7 @@ def test_sealed_frame_is_verified_and_can_be_inspected():
         ("dtype", {"dtype": "float16"}),
         ("shape", {"num_layers": 3, "num_kv_heads": 2}),
         ("shape", {"block_size": 8, "head_dim": 4}),
+        ("shape", {"num_planes": 1, "num_kv_heads": 6}),
         ("length", {"num_layers": 4}),
     ],
 )

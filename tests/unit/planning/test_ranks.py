@@ -52,6 +52,14 @@ def test_ranks_have_parts_of_weights_and_kv_but_one_kv_head_at_least() -> None:
     assert table.fewest(PROCESS_BYTES) is None
 
 
+def test_every_rank_has_all_latents() -> None:
+    directory = tiny_model_dir("deepseek_v3")
+    config = AutoConfig.from_pretrained(directory)
+    table = rank_table(str(directory), [1, 2], None)
+    latents = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * 4
+    assert {each.kv_per_token for each in table.sizes} == {table.handoff_per_token} == {latents}
+
+
 def test_stages_have_runs_of_layers_and_ranks_whole_experts() -> None:
     directory = str(tiny_model_dir("mixtral"))
     (plain,) = rank_table(directory, [2], None).sizes

@@ -315,7 +315,8 @@ def compiled_for(device: torch.device) -> str:
 
 def supports(device: torch.device, spec: KVSpec) -> bool:
     """True if the kernels can work on the KV cache of a model."""
-    return runs_on(device) and spec.head_dim % 2 == 0 and spec.head_dim <= _MAX_HEAD_DIM
+    has_heads = spec.value_head_dim > 0 and spec.head_dim % 2 == 0 and spec.head_dim <= _MAX_HEAD_DIM
+    return runs_on(device) and has_heads
 
 
 def _num_processors(device: torch.device) -> int:

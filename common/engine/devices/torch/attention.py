@@ -30,7 +30,7 @@ _MAX_SCORES = 1 << 22  # query tokens x visible tokens of one chunk that are mas
 class _Gathered(NamedTuple):
     """Which rows of the cache a group reads, and which of the tokens read are visible."""
 
-    rows: torch.Tensor  # [2 * sequences * kv heads * blocks], keys first, into the layer's view of the cache
+    rows: torch.Tensor  # [planes * sequences * kv heads * blocks], keys first, into the layer's view of the cache
     mask: torch.Tensor  # [sequences * kv heads, 1, tokens], 0 or -inf
     positions: torch.Tensor  # [tokens], or [sequences * kv heads, tokens]
     ends: torch.Tensor  # [sequences * kv heads, 1], one past the query's position
@@ -83,28 +83,29 @@ class TorchAttention:
     reads_whole_blocks = True
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        _, num_layers, num_planes, num_kv_heads, block_size, head_dim = kv_cache.shape
+        self._num_planes = num_planes
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
         self._head_dim = head_dim
-        # Row (block, layer, k or v, head, offset) is one token's vector. A layer's views begin at its first row, so
-        # that one index, computed once per step, serves all layers.
+        # Row (block, layer, plane, head, offset) is one token's vector. A layer's views begin at its first row, so that
+        # one index, computed once per step, serves all layers.
         vectors = kv_cache.view(-1, head_dim)
         stride = num_kv_heads * block_size
-        self._key_vectors = [vectors[2 * layer * stride :] for layer in range(num_layers)]
-        self._value_vectors = [vectors[(2 * layer + 1) * stride :] for layer in range(num_layers)]
-        self._vectors_per_block = num_layers * 2 * stride
-        # Row (block, layer, k or v, head) is a block's run of vectors for one head.
+        self._key_vectors = [vectors[num_planes * layer * stride :] for layer in range(num_layers)]
+        self._value_vectors = [each[stride:] for each in self._key_vectors]
+        self._vectors_per_block = num_layers * num_planes * stride
+        # Row (block, layer, plane, head) is a block's run of vectors for one head.
         runs = kv_cache.view(-1, block_size * head_dim)
-        self._runs = [runs[2 * layer * num_kv_heads :] for layer in range(num_layers)]
-        self._runs_per_block = num_layers * 2 * num_kv_heads
+        self._runs = [runs[num_planes * layer * num_kv_heads :] for layer in range(num_layers)]
+        self._runs_per_block = num_layers * num_planes * num_kv_heads
         # What the rows of a group are copied to. Fresh memory for each copy would cost more than the copy.
         self._workspace = runs.new_empty(0, block_size * head_dim)
         device = kv_cache.device
         self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
-        self._head_runs = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
+        self._head_runs = torch.arange(num_planes * num_kv_heads, device=device).view(-1, 1, num_kv_heads, 1)
         max_bytes = _MAX_GATHERED_BYTES_CPU if kv_cache.is_cpu else _MAX_GATHERED_BYTES
-        self._max_group_blocks = max_bytes // (2 * stride * head_dim * kv_cache.itemsize)
+        self._max_group_blocks = max_bytes // (num_planes * stride * head_dim * kv_cache.itemsize)
         self._hidden = torch.tensor(-torch.inf, dtype=kv_cache.dtype, device=device)
         self._visible = torch.zeros((), dtype=kv_cache.dtype, device=device)
         self._tokens = torch.arange(0, device=device)  # grows: 0, 1, 2, ...
@@ -178,8 +179,9 @@ class TorchAttention:
             gathered = group.by_window[window] = self._gather_decodes(group, window)
         _, num_seqs, num_heads, head_dim = query.shape
         batch = num_seqs * self._num_kv_heads
-        # [2, sequences * kv heads, tokens, head_dim]
-        keys, values = self._read(layer, gathered.rows).view(2, batch, -1, head_dim)
+        # [planes, sequences * kv heads, tokens, head_dim]
+        planes = self._read(layer, gathered.rows).view(self._num_planes, batch, -1, head_dim)
+        keys, values = planes[0], planes[-1]
         grouped = query.reshape(batch, num_heads // self._num_kv_heads, head_dim)
         if args.softcap is None:
             scores = torch.baddbmm(gathered.mask, grouped, keys.transpose(1, 2), alpha=args.scale)
@@ -229,21 +231,33 @@ class TorchAttention:
         args: AttentionArgs,
     ) -> None:
         """Attention of query tokens [1, chunk tokens, heads, head_dim], whose keys and values are in the cache."""
+        if chunk.num_tokens == chunk.seq_len:  # nothing precedes: keys and values need not be read back
+            keys, values = key.transpose(1, 2), value.transpose(1, 2)
+        else:
+            keys, values = self._gather_chunk(layer, chunk)
+        self._attend_to(keys, values, query, out, chunk, args)
+
+    def _attend_to(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        chunk: Chunk,
+        args: AttentionArgs,
+    ) -> None:
+        """Attention of a chunk's tokens to keys and values of the whole sequence, [1, kv heads, seq_len, head_dim]."""
         window = args.sliding_window
         if window is not None and window >= chunk.seq_len:
             window = None
         plain = args.softcap is None and args.sinks is None and args.slopes is None
         query = query.transpose(1, 2)  # [1, heads, chunk tokens, head_dim]
-        if chunk.num_tokens == chunk.seq_len:  # nothing precedes: keys and values need not be read back
-            keys, values = key.transpose(1, 2), value.transpose(1, 2)
-            if plain and window is None:
-                attended = functional.scaled_dot_product_attention(
-                    query, keys, values, is_causal=True, scale=args.scale, enable_gqa=True
-                )
-                out.copy_(attended.transpose(1, 2))
-                return
-        else:
-            keys, values = self._gather_chunk(layer, chunk)
+        if plain and window is None and chunk.num_tokens == chunk.seq_len:
+            attended = functional.scaled_dot_product_attention(
+                query, keys, values, is_causal=True, scale=args.scale, enable_gqa=True
+            )
+            out.copy_(attended.transpose(1, 2))
+            return
         attend = _masked_sdpa if plain else _masked_attention
         rows_at_once = max(16, _MAX_SCORES // chunk.seq_len)
         for first in range(0, chunk.num_tokens, rows_at_once):
@@ -258,9 +272,9 @@ class TorchAttention:
             assert self._batch is not None
             num_blocks = -(-chunk.seq_len // self._block_size)
             chunk.rows = self._run_rows(self._batch.block_tables[chunk.sequence : chunk.sequence + 1, :num_blocks])
-        gathered = self._read(layer, chunk.rows).view(2, 1, self._num_kv_heads, -1, self._head_dim)
-        keys, values = gathered[:, :, :, : chunk.seq_len]
-        return keys, values
+        planes = self._read(layer, chunk.rows).view(self._num_planes, 1, self._num_kv_heads, -1, self._head_dim)
+        planes = planes[:, :, :, : chunk.seq_len]
+        return planes[0], planes[-1]
 
     def _chunk_mask(self, chunk: Chunk, window: int | None, first: int, num_rows: int) -> torch.Tensor:
         """[num_rows, seq_len] of 0 or -inf for query tokens [first, first + num_rows) of the chunk."""
@@ -275,7 +289,7 @@ class TorchAttention:
         return mask
 
     def _run_rows(self, tables: torch.Tensor) -> torch.Tensor:
-        """Rows of a layer's runs: block tables [sequences, blocks] -> [2 * sequences * kv heads * blocks]."""
+        """Rows of a layer's runs: block tables [sequences, blocks] -> [planes * sequences * kv heads * blocks]."""
         return (tables[None, :, None, :] * self._runs_per_block + self._head_runs).view(-1)
 
     def _read(self, layer: int, rows: torch.Tensor) -> torch.Tensor:

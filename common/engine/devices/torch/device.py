@@ -16,6 +16,7 @@ from common.engine.devices.host_memory import HostMemory
 from common.engine.devices.operators import Operators
 from common.engine.devices.ranks import Ranks
 from common.engine.devices.torch.attention import TorchAttention
+from common.engine.devices.torch.latent_attention import TorchLatentAttention
 from common.engine.quantization.base import QuantizedLinear
 from common.errors import ConfigError
 
@@ -72,7 +73,7 @@ class TorchDevice(Device):
 
     def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
         """See Device."""
-        return TorchAttention(kv_cache)
+        return TorchLatentAttention(kv_cache) if kv_cache.shape[2] == 1 else TorchAttention(kv_cache)
 
     def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> RowSampler | None:
         """See Device."""

@@ -81,6 +81,14 @@ def check_parts(num_heads, of_producer, of_consumer):
         assert torch.equal(own, part)
 
 
+def test_blocks_of_all_groups_have_as_many_planes():
+    latents = replace(FULL, num_kv_heads=1, value_head_dim=0)
+    assert [KVLayout(16, (group,)).num_planes for group in (FULL, latents)] == [2, 1]
+    with pytest.raises(IncompatiblePeerError) as caught:
+        assert KVLayout(16, (latents, replace(WINDOW, num_kv_heads=1))).num_planes
+    assert caught.value.param == "value_head_dim"
+
+
 def narrowed(block, part):
     return block.narrow(0, part.layer, part.num_layers).narrow(2, part.head, part.num_heads)
 

@@ -58,7 +58,7 @@ def test_what_models_cache(name):
     assert (loaded.vocab_size, loaded.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
     assert (loaded.dtype, spec.dtype) == (torch.float32, torch.float32)
     if name == "deepseek_v3":
-        assert (spec.num_kv_heads, spec.head_dim, spec.value_head_dim) == (4, 24, 16)
+        assert (spec.num_kv_heads, spec.head_dim, spec.value_head_dim) == (1, 16 + 8, 0)  # latents
     else:
         assert spec.num_kv_heads == (4 if name in {"opt", "gpt2"} else 2)
         assert spec.head_dim == spec.value_head_dim
