@@ -199,7 +199,7 @@ class CpuAttention(TorchAttention):
         call.point("out", out)
 
     def _decode_call(self, layer: int, num_heads: int, args: AttentionArgs) -> Call:
-        kernel = decode_kernel(self._shape(num_heads), _scores(args))
+        kernel = decode_kernel(self._shape(num_heads), scores_of(args))
         call = Call(kernel, cache=self._layer_address(layer))
         self._decode[layer] = _with_sinks(call, args)
         return call
@@ -207,7 +207,7 @@ class CpuAttention(TorchAttention):
     def _fused_call(self, layer: int, projected: ProjectedArgs) -> Call:
         shape, has_norms = self._shape(projected.num_heads), projected.norms is not None
         call = Call(
-            fused_decode_kernel(shape, _scores(projected.args), has_norms=has_norms), cache=self._layer_address(layer)
+            fused_decode_kernel(shape, scores_of(projected.args), has_norms=has_norms), cache=self._layer_address(layer)
         )
         self._fused[layer] = _with_norms(_with_sinks(call, projected.args), projected.norms)
         return call
@@ -219,7 +219,7 @@ class CpuAttention(TorchAttention):
         return call
 
     def _chunk_call(self, layer: int, num_heads: int, args: AttentionArgs) -> Call:
-        kernel = chunk_attention_kernel(self._shape(num_heads), _scores(args), tiled=self._tiled)
+        kernel = chunk_attention_kernel(self._shape(num_heads), scores_of(args), tiled=self._tiled)
         call = Call(kernel, cache=self._layer_address(layer), configuration=whole_tiles())
         self._chunk[layer] = _with_sinks(call, args)
         return call
@@ -273,7 +273,8 @@ def supports(spec: KVSpec) -> bool:
     )
 
 
-def _scores(args: AttentionArgs) -> Scores:
+def scores_of(args: AttentionArgs) -> Scores:
+    """How a layer turns queries and keys into scores."""
     return Scores(args.scale, args.sliding_window, args.softcap, args.sinks is not None)
 
 

@@ -15,6 +15,7 @@ from common.engine.devices.cpu.fused_norm import fuse_norms
 from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
 from common.engine.devices.cpu.kernels.compiled import instructions
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.devices.cpu.latent_attention import CpuLatentAttention, supports_latents
 from common.engine.devices.cpu.operators import CpuOperators
 from common.engine.devices.cpu.packed_linear import pack_linears
 from common.engine.devices.cpu.sampler import CompiledSampler, can_sample, checked_sampler
@@ -70,15 +71,18 @@ class CpuDevice(TorchDevice):
 
     def can_attend(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> bool:
         """See Device."""
-        if not self._has_kernels or not supports(spec):
+        if not self._has_kernels or not (supports(spec) or supports_latents(spec)):
             return False
-        check_attention(CpuAttention, self.torch_device, spec, num_heads, args)
+        backend = CpuAttention if spec.value_head_dim else CpuLatentAttention
+        check_attention(backend, self.torch_device, spec, num_heads, args)
         return True
 
     def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
         """See Device."""
         if kernels == "torch":
             return super().attention(kv_cache, kernels)
+        if kv_cache.shape[2] == 1:
+            return CpuLatentAttention(kv_cache)
         return BatchInvariantAttention(kv_cache) if self.batch_invariant else CpuAttention(kv_cache)
 
     def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> CompiledSampler | None:

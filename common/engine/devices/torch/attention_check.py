@@ -8,6 +8,7 @@ import torch
 
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, AttentionMetadata, KVSpec
 from common.engine.devices.torch.attention import TorchAttention
+from common.engine.devices.torch.latent_attention import TorchLatentAttention
 from common.errors import ModelLoadError
 
 _BLOCK_SIZE = 16
@@ -44,11 +45,15 @@ def _layer_agrees(
     for spans in (_DECODES, _CHUNKS):
         batch = _batch(spans, device)
         num_tokens = len(batch.slot_mapping)
-        query = random(1, num_tokens, num_heads, spec.head_dim)
-        key, value = (random(1, num_tokens, spec.num_kv_heads, spec.head_dim) for _ in range(2))
+        query_dim, value_dim = spec.head_dim, spec.head_dim
+        if args.expansion is not None:
+            query_dim, value_dim = spec.head_dim - args.expansion.rank + args.expansion.key_dim, 0
+        query = random(1, num_tokens, num_heads, query_dim)
+        key, value = (random(1, num_tokens, spec.num_kv_heads, dim) for dim in (spec.head_dim, value_dim))
         kv_cache = random(1 + int(batch.block_tables.max()), *spec.block_shape(_BLOCK_SIZE))
         results = []
-        for backend in (create(kv_cache), TorchAttention(kv_cache)):
+        reference = TorchAttention if args.expansion is None else TorchLatentAttention
+        for backend in (create(kv_cache), reference(kv_cache)):
             backend.begin_step(batch)
             results.append(backend.attend(layer, query, key, value, args).float())
         found, expected = results

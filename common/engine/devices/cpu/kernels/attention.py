@@ -10,10 +10,10 @@ from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.elementwise import inverse_rms
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
 
-_MAX_HEADS = 4  # query heads that share a pass over their keys; their sums stay in registers
+MAX_HEADS = 4  # query heads that share a pass over their keys; their sums stay in registers
 _MAX_VECTORS = MAX_LANES  # of values summed up at once: half of the registers, of which there are 32 or 16
-_TILES_AHEAD = 2  # of the one that is attended to, memory is asked for
-_HIDDEN = -1e30  # score of a token that is not attended to
+TILES_AHEAD = 2  # of the one that is attended to, memory is asked for
+HIDDEN = -1e30  # score of a token that is not attended to
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _attend(
 ) -> None:
     """Softmax over tiles of tokens, with running maxima and sums per query head; `queries` are scaled, float32."""
     group, dim, tile = shape.group, shape.head_dim, shape.tile
-    state = _State(b, shape)
+    state = SoftmaxState(b, group, tile, dim)
     seq_len = a.seq_lens.at(sequence).load()
     cache: Pointer = a.cache
     table = a.block_tables.at(sequence * a.table_width)
@@ -233,11 +233,11 @@ def _attend(
     with b.loop(first_token - first_token % tile, seq_len, tile) as token:
         keys = keys_at(token)
         values = keys.at(shape.num_kv_heads * shape.head_numbers)
-        ahead = token + _TILES_AHEAD * tile
+        ahead = token + TILES_AHEAD * tile
         next_keys = keys_at(b.select(ahead < seq_len, ahead, token))
         next_values = next_keys.at(shape.num_kv_heads * shape.head_numbers)
         if shape.element is not ElementType.FLOAT32 and group > 1:
-            keys, values = (_widened(b, each, tile * dim) for each in (keys, values))
+            keys, values = (widened(b, each, tile * dim) for each in (keys, values))
         lane_tokens = b.lane_numbers(tile) + token if tile > 1 else token
         visible = lane_tokens < seq_len
         if scores.window is not None:
@@ -249,10 +249,10 @@ def _attend(
             dots = _dots(b, queries.at(head * dim), keys, dim, tile)
             if scores.softcap is not None:
                 dots = b.tanh(dots * (1.0 / scores.softcap)) * scores.softcap
-            state.take(head, b.select(visible, dots, _HIDDEN), visible)
-        heads = max(count for count in range(1, _MAX_HEADS + 1) if group % count == 0)
+            state.take(head, b.select(visible, dots, HIDDEN), visible)
+        heads = max(count for count in range(1, MAX_HEADS + 1) if group % count == 0)
         with b.loop(0, group, heads) as first_head:
-            _add_values(b, shape, state, first_head, heads, values)
+            add_values(b, state, first_head, heads, values, dim)
     out = a.out.at((sequence * shape.num_heads + kv_head * group) * dim)
     sinks = a.sinks.at(kv_head * group) if scores.has_sinks else None
     with b.loop(0, group) as head:
@@ -262,23 +262,25 @@ def _attend(
             out.at(head * dim + i).store(state.total.at(head * dim + i).load(lanes) * factor)
 
 
-class _State:
+class SoftmaxState:
     """The state of a softmax under way, for each query head of a group; in memory of the thread, which stays in its
     cache."""
 
-    def __init__(self, b: Builder, shape: CacheShape) -> None:
+    def __init__(self, b: Builder, group: int, tile: int, dim: int) -> None:
+        """`dim`: numbers of a value."""
         self._b = b
-        self._tile = tile = shape.tile
-        self._maxima = b.scratch(shape.group)  # of all scores
-        self._sums = b.scratch(shape.group * tile)  # of all weights, lane by lane
-        self.weights = b.scratch(shape.group * tile)  # of this tile
-        self.factors = b.scratch(shape.group)  # that shrink earlier weights as the maximum grows
-        self.total = b.scratch(shape.group * shape.head_dim)  # of weighted values, up to the tile before
-        lanes = lanes_of(shape.head_dim)
-        with b.loop(0, shape.group) as head:
-            self._maxima.at(head).store(b.number(_HIDDEN))
+        self.tile = tile
+        self.dim = dim
+        self._maxima = b.scratch(group)  # of all scores
+        self._sums = b.scratch(group * tile)  # of all weights, lane by lane
+        self.weights = b.scratch(group * tile)  # of this tile
+        self.factors = b.scratch(group)  # that shrink earlier weights as the maximum grows
+        self.total = b.scratch(group * dim)  # of weighted values, up to the tile before
+        lanes = lanes_of(dim)
+        with b.loop(0, group) as head:
+            self._maxima.at(head).store(b.number(HIDDEN))
             self._sums.at(head * tile).store(b.number(0.0, tile))
-        with b.loop(0, shape.group * shape.head_dim, lanes) as i:
+        with b.loop(0, group * dim, lanes) as i:
             self.total.at(i).store(b.number(0.0, lanes))
 
     def take(self, head: Value, scores: Value, visible: Value) -> None:
@@ -290,14 +292,14 @@ class _State:
         weights = b.select(visible, b.exp(scores - maximum), 0.0)
         self._maxima.at(head).store(maximum)
         self.factors.at(head).store(factor)
-        self.weights.at(head * self._tile).store(weights)
-        sums = self._sums.at(head * self._tile)
-        sums.store(sums.load(self._tile) * factor + weights)
+        self.weights.at(head * self.tile).store(weights)
+        sums = self._sums.at(head * self.tile)
+        sums.store(sums.load(self.tile) * factor + weights)
 
     def final_factor(self, head: Value, sink: Value | None) -> Value:
         """Returns the factor of a head's total in the end."""
         b = self._b
-        sums = self._sums.at(head * self._tile).load(self._tile)
+        sums = self._sums.at(head * self.tile).load(self.tile)
         total = b.sum(sums)
         if sink is None:
             return b.number(1.0) / total
@@ -307,7 +309,7 @@ class _State:
         return factor / (total * factor + b.exp(sink - maximum))
 
 
-def _widened(b: Builder, source: Pointer, count: int) -> Pointer:
+def widened(b: Builder, source: Pointer, count: int) -> Pointer:
     """A float32 copy of what several query heads will read."""
     copy = b.scratch(count)
     lanes = lanes_of(count)
@@ -333,11 +335,11 @@ def _dots(b: Builder, query: Pointer, keys: Pointer, dim: int, tile: int) -> Val
     return b.vector([b.sum(products(key)) for key in range(tile)])
 
 
-def _add_values(
-    b: Builder, shape: CacheShape, state: _State, first_head: Value, num_heads: int, values: Pointer
+def add_values(
+    b: Builder, state: SoftmaxState, first_head: Value, num_heads: int, values: Pointer, stride: int
 ) -> None:
-    """total = total * factor + weights @ values, for some heads of a group."""
-    dim, tile = shape.head_dim, shape.tile
+    """total = total * factor + weights @ values, for some heads of a group. Values are `stride` numbers apart."""
+    dim, tile = state.dim, state.tile
     lanes = lanes_of(dim)
     width = min(dim, max(1, _MAX_VECTORS // num_heads) * lanes)
     while dim % width:
@@ -349,7 +351,7 @@ def _add_values(
         factors = [state.factors.at(head).load() for head in heads]
         totals = [[each * factor for each in row] for row, factor in zip(totals, factors, strict=True)]
         for token in range(tile):
-            parts = [values.at(place + token * dim).load(lanes) for place in places]
+            parts = [values.at(place + token * stride).load(lanes) for place in places]
             for row, head in zip(totals, heads, strict=True):
                 weight = b.number(state.weights.at(head * tile + token).load(), lanes)
                 row[:] = [b.fma(weight, part, each) for part, each in zip(parts, row, strict=True)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, LatentExpansion
+from common.engine.devices.cpu.latent_attention import CpuLatentAttention
 from common.engine.devices.torch.attention import chunks_of
 from common.engine.devices.torch.latent_attention import TorchLatentAttention, expands
 from tests.unit.common.engine.devices.test_attention import in_batch_order, metadata
 
-NUM_LAYERS, NUM_HEADS, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 4, 64
+NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 64
 RANK, ROTARY_DIM, KEY_DIM, VALUE_DIM = 12, 4, 5, 7
 STEPS = [
     [(0, 40), (0, 30), (0, 9), (0, 1)],
@@ -20,15 +23,15 @@ STEPS = [
 ARGS = {
     "plain": {},
     "window": {"sliding_window": 6},
-    "everything": {"softcap": 2.0, "sliding_window": 5, "sinks": torch.linspace(-1, 1, NUM_HEADS)},
+    "everything": {"softcap": 2.0, "sliding_window": 5, "sinks": torch.linspace(-1, 1, 4)},
 }
 
 
 class Sequence:
-    def __init__(self, length: int, blocks: list[int]) -> None:
+    def __init__(self, length: int, blocks: list[int], num_heads: int) -> None:
         self.blocks = [blocks.pop() for _ in range(-(-length // BLOCK_SIZE))]
         self.cached = torch.randn(length, RANK + ROTARY_DIM)
-        self.query = torch.randn(length, NUM_HEADS, KEY_DIM + ROTARY_DIM)
+        self.query = torch.randn(length, num_heads, KEY_DIM + ROTARY_DIM)
 
     def slots(self, start: int, end: int) -> list[int]:
         return [self.blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(start, end)]
@@ -41,7 +44,7 @@ def naive(sequence: Sequence, span: tuple[int, int], args: AttentionArgs) -> tor
     weight = args.expansion.weight.double()
     latents, rotary = sequence.cached[:end].double().split([RANK, ROTARY_DIM], dim=1)
     rows = torch.einsum("tr,hdr->htd", latents, weight)
-    keys = torch.cat([rows[..., :KEY_DIM], rotary.expand(NUM_HEADS, -1, -1)], dim=2)
+    keys = torch.cat([rows[..., :KEY_DIM], rotary.expand(len(rows), -1, -1)], dim=2)
     scores = torch.einsum("qhd,hkd->hqk", sequence.query[start:end].double(), keys) * args.scale
     if args.softcap is not None:
         scores = args.softcap * torch.tanh(scores / args.softcap)
@@ -57,14 +60,19 @@ def naive(sequence: Sequence, span: tuple[int, int], args: AttentionArgs) -> tor
 
 
 @pytest.mark.parametrize("kind", ARGS)
-def test_equals_naive_attention(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("create", "num_heads"), [(TorchLatentAttention, 4), (CpuLatentAttention, 4), (CpuLatentAttention, 3)]
+)  # there is no kernel for blocks of 4 tokens and 3 heads
+def test_equals_naive_attention(create: type[TorchLatentAttention], num_heads: int, kind: str) -> None:
     torch.manual_seed(0)
     blocks = torch.randperm(NUM_BLOCKS - 1).add(1).tolist()
-    weight = torch.randn(NUM_HEADS, KEY_DIM + VALUE_DIM, RANK) / 4
+    weight = torch.randn(num_heads, KEY_DIM + VALUE_DIM, RANK) / 4
     args = AttentionArgs(scale=0.4, expansion=LatentExpansion(weight, KEY_DIM), **ARGS[kind])
+    if args.sinks is not None:
+        args = replace(args, sinks=args.sinks[:num_heads])
     kv_cache = torch.zeros(NUM_BLOCKS, NUM_LAYERS, 1, 1, BLOCK_SIZE, RANK + ROTARY_DIM)
-    backend = TorchLatentAttention(kv_cache)
-    every_sequence = [Sequence(end, blocks) for _, end in STEPS[-1]]
+    backend = create(kv_cache)
+    every_sequence = [Sequence(end, blocks, num_heads) for _, end in STEPS[-1]]
     ways = set()
     for step in STEPS:
         sequences, spans = in_batch_order(every_sequence, step)
