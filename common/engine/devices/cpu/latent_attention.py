@@ -31,14 +31,14 @@ class CpuLatentAttention(TorchLatentAttention):
         self._cache = kv_cache
         self._decode: list[_Decode | None] = [None] * kv_cache.shape[1]
 
-    def _attend_absorbed(self, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
+    def attend_absorbed(self, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
         """See TorchLatentAttention. The result has no rotary parts."""
         assert self._batch is not None
         assert args.expansion is not None
         _, num_decodes, num_heads, _ = query.shape
         decode = self._decode[layer] or self._prepare(layer, num_heads, args, args.expansion)
         if decode.call is None:
-            return super()._attend_absorbed(layer, query, args)
+            return super().attend_absorbed(layer, query, args)
         call = decode.call
         query, out = query.contiguous(), query.new_empty(1, num_decodes, num_heads, args.expansion.rank)
         call.point("query", query)

@@ -28,14 +28,14 @@ class TorchLatentAttention(TorchAttention):
         out = query.new_empty(*query.shape[:3], args.expansion.value_dim)
         if num_decodes:
             absorbed = args.expansion.absorbed(query[:, :num_decodes])
-            attended = self._attend_absorbed(layer, absorbed, args)
+            attended = self.attend_absorbed(layer, absorbed, args)
             out[:, :num_decodes] = args.expansion.values_of(attended)
         for chunk in self._chunks:
             rows = slice(chunk.start, chunk.end)
             out[:, rows] = self._attend_latents(layer, query[:, rows], key[:, rows], chunk, args, args.expansion)
         return out
 
-    def _attend_absorbed(self, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
+    def attend_absorbed(self, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
         """Attention of decodes' queries to latents, [1, sequences, heads, rank + rotary dim] -> the same."""
         parts = [self._attend_decodes(layer, query[:, group.start : group.end], group, args) for group in self._groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
