@@ -173,6 +173,11 @@ def test_a_state_takes_as_many_blocks_as_keys_can_name(tmp_path: Path) -> None:
         LLM(tmp_path, block_size=1, num_threads=1)
 
 
+def test_states_of_all_requests_fit_beside_the_kv_cache() -> None:
+    with pytest.raises(ConfigError, match=r"--max-num-seqs: states of 10000000 running requests take [\d.]+ GiB"):
+        LLM(model_dir("lfm2"), max_num_seqs=10_000_000, max_num_batched_tokens=10_000_000, num_threads=1)
+
+
 @pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_layers_with_a_state_are_not_cut(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="layers that keep a state"):

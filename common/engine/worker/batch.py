@@ -39,8 +39,6 @@ class PackedBatch:
     prompt_runs: list[PromptRun]  # of requests that want log probabilities of their prompt, as in logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
     rows: npt.NDArray[np.int64]  # [num_seqs], of each sequence in the request table
-    starts: npt.NDArray[np.int64]  # [num_seqs], tokens of each sequence before the step
-    ends: npt.NDArray[np.int64]  # [num_seqs], and after it
 
 
 class BatchPacker:
@@ -113,8 +111,6 @@ class BatchPacker:
             prompt_runs=layout.prompt_runs,
             opened_blocks=opened_blocks,
             rows=rows,
-            starts=layout.ends - np.diff(layout.query_start),
-            ends=layout.ends,
         )
 
 

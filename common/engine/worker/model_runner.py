@@ -181,7 +181,7 @@ class ModelRunner:
             batch = before.fill_in(batch)
         phases.enter(Phase.FORWARD)
         if self._states is not None:
-            self._states.begin_step(batch.rows, batch.starts, batch.ends)
+            self._states.begin_step(batch.rows, batch.attention)
         logits = self._forward(batch)
         if self._states is not None:
             self._states.end_step()

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.devices.attention import AttentionMetadata
 from common.engine.devices.base import Memory
 from common.engine.model.states import StateBatch, StateHook, StateLayer, StateRun, States, StateTensor
 from common.engine.worker.request_table import RequestTable
@@ -125,23 +126,20 @@ class StateCache:
         for row in rows:
             self._released += self._kept.pop(row, {}).values()
 
-    def begin_step(
-        self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-    ) -> None:
-        """Prepares the layers for a batch of sequences, tokens [start, end) of each row. A row with drafts is in it
-        several times, with a token each."""
+    def begin_step(self, rows: npt.NDArray[np.int64], batch: AttentionMetadata) -> None:
+        """Prepares the layers for a batch of sequences, each of one of the `rows`. A row with drafts is in it several
+        times, with a token each."""
         self._free += self._released
         self._released = []
         parts: dict[int, list[_Part]] = {}
-        first = 0
-        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            parts.setdefault(row, []).append(_Part(start, end, first))
-            first += end - start
+        places = itertools.pairwise(batch.query_start)
+        for row, (first, last), end in zip(rows.tolist(), places, batch.seq_lens, strict=True):
+            parts.setdefault(row, []).append(_Part(end - last + first, end, first))
         decodes: list[StateRun] = []
         runs: list[StateRun] = []
         for row, own in parts.items():
             found = self._plan(row, sorted(own))
-            is_decode = len(found) == 1 and own[0].end - own[0].start == 1 and found[0].source is not None
+            is_decode = len(found) == 1 and found[0].stop - found[0].start == 1 and found[0].source is not None
             (decodes if is_decode else runs).extend(found)
         self.hook.begin_step(
             StateBatch(

@@ -451,7 +451,12 @@ class Worker:
         if memory.is_own:
             self._profile(loaded)
         for_kv = int(memory.free_bytes() * (cache.memory_fraction or memory.default_fraction))
-        return for_kv - self._config.scheduler.max_num_seqs * state_bytes_of(loaded.state_layers)
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        of_states = max_num_seqs * state_bytes_of(loaded.state_layers)
+        if of_states >= for_kv:
+            reason = f"states of {max_num_seqs} running requests take {of_states / 2**30:.1f} GiB"
+            raise ConfigError.of("max_num_seqs", f"{reason}, of {for_kv / 2**30:.1f} GiB for them and the KV cache")
+        return for_kv - of_states
 
     def _profile(self, loaded: LoadedModel) -> None:
         """Runs the largest step once over a temporary KV cache, so that the memory measured afterwards is really
