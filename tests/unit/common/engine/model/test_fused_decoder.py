@@ -73,7 +73,7 @@ def test_a_model_that_computes_something_else_runs_on_torch(monkeypatch, caplog)
 def test_attention_that_computes_something_else_runs_on_torch(monkeypatch, caplog):
     model = str(tiny_model_dir("gemma2"))
     assert load_model(ModelConfig(model=model)).kernels == "attention"
-    monkeypatch.setattr(cpu_attention, "_scores", lambda args: Scores(2 * args.scale))
+    monkeypatch.setattr(cpu_attention, "scores_of", lambda args: Scores(2 * args.scale))
     loaded = load_model(ModelConfig(model=model))
     assert (loaded.kernels, loaded.kernels_failed) == ("torch", True)
     assert "differs from torch's" in caplog.text
