@@ -8,6 +8,7 @@ slower.
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ Handle = NewType("Handle", int)  # NIXL's handle of a transfer
 
 _BACKEND = "UCX"
 _PROGRESS_DELAY_US = 100_000
+_OPENING = threading.Lock()  # NIXL loads plugins and UCX sets up transports for the whole process meanwhile
 
 
 def load_nixl() -> Any:
@@ -61,8 +63,9 @@ class Agent:
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_DELAY_US
         try:
-            self._agent = bindings.nixlAgent(self.name, config)
-            self._agent.createBackend(_BACKEND, {})
+            with _OPENING:
+                self._agent = bindings.nixlAgent(self.name, config)
+                self._agent.createBackend(_BACKEND, {})
             descriptor = (region.base, region.num_blocks * region.block_bytes, region.device_id, "")
             self._registered = bindings.nixlRegDList(self._memories[region.memory], [descriptor])
             self._agent.registerMem(self._registered)
