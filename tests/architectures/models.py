@@ -184,7 +184,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_groups", "mamba_n_groups"), 1),
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    "linear_num_heads": 4,
 }
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 _MIXED = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "gemma3_text", "kolibri1", "olmo3")
@@ -202,6 +203,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     **{name: {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} for name in _MIXED},
     **{name: {"num_key_value_heads": 4} for name in _LATENT},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "num_key_value_heads": 4,
+    },
     "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4},
     "phimoe": {"sliding_window": MAX_MODEL_LEN},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": SLIDING_WINDOW},

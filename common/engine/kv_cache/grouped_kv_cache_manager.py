@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from common.engine.kv_cache.block_pool import Block, BlockPool
 from common.engine.kv_cache.cache_changes import CacheChanges
@@ -70,7 +71,7 @@ class GroupedKVCacheManager(KVCacheManager):
         request.complete_block_hashes(self.block_size, num_spans)
         hashes = request.block_hashes
         find = self._pool.find
-        num_spans = self._longest_prefix(0, num_spans, lambda span, group: self._is_cached(hashes[span], group))
+        num_spans = self._longest_prefix(0, num_spans, partial(self._has_span, hashes))
         firsts = self.groups.first_spans(num_spans * self.block_size)
         return [
             [
@@ -80,8 +81,8 @@ class GroupedKVCacheManager(KVCacheManager):
             for span in range(num_spans)
         ]
 
-    def _is_cached(self, block_hash: BlockHash, group: int) -> bool:
-        return self._pool.find(group_key(block_hash, group)) is not None
+    def _has_span(self, hashes: Sequence[BlockHash], span: int, group: int) -> bool:
+        return self._pool.find(group_key(hashes[span], group)) is not None
 
     def _longest_prefix(
         self, least: int, most: int, has: Callable[[int, int], bool], num_groups: int | None = None
@@ -150,8 +151,7 @@ class GroupedKVCacheManager(KVCacheManager):
             hashes, most = request.block_hashes, self.num_shareable_blocks(request)
             request.complete_block_hashes(self.block_size, most)
             num_groups = len(self.groups) - num_states
-            has = lambda span, group: self._is_cached(hashes[span], group)  # noqa: E731
-            found.add(self._longest_prefix(start, most, has, num_groups) - 1)
+            found.add(self._longest_prefix(start, most, partial(self._has_span, hashes), num_groups) - 1)
         return {span for span in found if span >= start}
 
     def _firsts_needed(self, request: TokenSequence) -> list[int]:

@@ -86,7 +86,8 @@ class KVGroups:
         self._specs = specs
         self.kinds = [KV_GROUP_KINDS.find(spec.kind)(spec) for spec in specs]
         self.is_one_full = [spec.kind for spec in specs] == ["full"]
-        self.num_states = sum(kind.is_state for kind in self.kinds)  # groups of states, which are the last
+        self.num_states = sum(kind.is_state for kind in self.kinds)
+        assert all(kind.is_state for kind in self.kinds[len(specs) - self.num_states :]), "those of states are the last"
 
     def __len__(self) -> int:
         return len(self.kinds)

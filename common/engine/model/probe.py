@@ -46,8 +46,8 @@ _NUM_TOKENS = 12
 _PARTS = (range(7), range(7, 11), range(11, _NUM_TOKENS))  # of these
 _SHORT_WINDOW = 4
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
-_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"})
-_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"}) | _STATE_LAYER_TYPES
+_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_BESIDE_STATES = frozenset({"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"})  # if modules keep states
 _KNOWN_ARGUMENTS = frozenset(
     {"scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "dropout", "position_ids"}
 )
@@ -100,7 +100,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
     text_config = model.config.get_text_config()
     layer_types = list(getattr(text_config, "layer_types", None) or [])
     states = state_modules(model)
-    supported = _SUPPORTED_LAYER_TYPES if states else _SUPPORTED_LAYER_TYPES - _STATE_LAYER_TYPES
+    supported = _SUPPORTED_LAYER_TYPES | _BESIDE_STATES if states else _SUPPORTED_LAYER_TYPES
     unsupported = sorted(set(layer_types) - supported)
     if unsupported:
         raise ModelLoadError(f"{name} has {unsupported[0]} layers, which cannot be served", param="model")

@@ -1,4 +1,4 @@
-"""The selective scan of Mamba's first kind, from a state on: that of `transformers` begins each text anew."""
+"""The selective scan of Mamba (not Mamba 2) that can begin from a state; that of `transformers` begins from zeros."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATE: ContextVar[torch.Tensor | None] = ContextVar("state", default=None)  # [
 
 @contextmanager
 def scan_from_state(state: torch.Tensor | None) -> Iterator[None]:
-    """Lets scans within begin with it. None: with zeros."""
+    """Lets scans within begin from `state`; None: from zeros."""
     token = _STATE.set(state)
     try:
         yield
