@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,15 +35,17 @@ def num_states(engine: InprocClient | LLM) -> int:
     return sum(group.kind == "state" for group in engine.spec.layout.groups)
 
 
+@pytest.mark.parametrize("on", [{}, pytest.param({"device": "cuda", "dtype": "float32"}, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("model", MODELS)
-def test_tokens_are_those_of_transformers(model: str) -> None:
+def test_tokens_are_those_of_transformers(model: str, on: dict[str, str]) -> None:
     """In chunks, beside each other, in so few blocks that some are preempted, and with prefix hits."""
     directory = model_dir(model)
     prompts = [prompt_of(length) for length in (1, 3, 4, 11, 37, 38, 53)]
-    with LLM(directory, block_size=4, num_blocks=512, num_threads=1) as llm:
+    settings: dict[str, Any] = {"block_size": 4, "num_threads": 1, **on}
+    with LLM(directory, num_blocks=512, **settings) as llm:
         num_groups, of_states = len(llm.spec.layout.groups), num_states(llm)
     num_blocks = 1 + 24 * (num_groups - of_states) + 6 * of_states
-    with LLM(directory, block_size=4, num_blocks=num_blocks, max_num_batched_tokens=10, num_threads=1) as llm:
+    with LLM(directory, num_blocks=num_blocks, max_num_batched_tokens=10, **settings) as llm:
         for _ in range(2):
             completions = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [completion.token_ids for completion in completions] == expected(directory, prompts)

@@ -140,7 +140,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
         for module in modules:
             set_layer_attention(module, record)
         for part in _PARTS:
-            hook.begin_step(_batch_of(part))
+            hook.begin_step(_batch_of(part, inputs.device))
             outputs_of_parts.append(_forward(model, stage, inputs[part.start : part.stop], part.start))
             is_first = False
         outputs = torch.cat(outputs_of_parts)
@@ -201,10 +201,11 @@ class _RecordedStates:
         )
 
 
-def _batch_of(part: range) -> StateBatch:
-    slots = torch.zeros(int(len(part) == 1), dtype=torch.int64)
-    runs = [] if len(slots) else [StateRun(0, len(part), 0 if part.start else None, 0)]
-    return StateBatch(slots, slots, slots, runs)
+def _batch_of(part: range, device: torch.device) -> StateBatch:
+    slot = torch.zeros(1, dtype=torch.int64, device=device)
+    if len(part) == 1:
+        return StateBatch(slot, slot, slot, [])
+    return StateBatch(slot[:0], slot[:0], slot[:0], [StateRun(0, len(part), slot if part.start else None, slot)])
 
 
 def _spec_of(

@@ -32,13 +32,14 @@ class StateRun(NamedTuple):
 
     start: int  # in the batch
     stop: int
-    source: int | None  # slot of the state before them; None: they begin the text
-    target: int  # slot of the state after them
+    source: torch.Tensor | None  # [1] int64, slot of the state before them; None: they begin the text
+    target: torch.Tensor  # [1] int64, slot of the state after them
 
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The tokens of a step's batch. Decodes are of one token each, the next of a sequence."""
+    """The tokens of a step's batch. Decodes are of one token each, the next of a sequence. All tensors are on the
+    device."""
 
     tokens: torch.Tensor  # [num_decodes] int64, of the batch
     sources: torch.Tensor  # [num_decodes] int64, slots of the states before them
@@ -159,15 +160,11 @@ class StateHook:
             outputs[0, batch.tokens] = (found[0] if isinstance(found, tuple) else found)[:, 0]
             store.write(layer, batch.targets, states.states)
         for run in batch.runs:
-            states = SequenceStates() if run.source is None else SequenceStates(store.read(layer, _one(run.source)))
+            states = SequenceStates() if run.source is None else SequenceStates(store.read(layer, run.source))
             found = forward.own(hidden[:, run.start : run.stop], states, arguments)
             outputs[:, run.start : run.stop] = found[0] if isinstance(found, tuple) else found
-            store.write(layer, _one(run.target), states.states)
+            store.write(layer, run.target, states.states)
         return (outputs, None) if isinstance(found, tuple) else outputs
-
-
-def _one(slot: int) -> torch.Tensor:
-    return torch.tensor([slot])
 
 
 class _Forward:

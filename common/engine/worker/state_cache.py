@@ -40,6 +40,15 @@ class _Part(NamedTuple):
     first: int
 
 
+class _Run(NamedTuple):
+    """See StateRun; on the host."""
+
+    start: int
+    stop: int
+    source: int | None
+    target: int
+
+
 class _Save(NamedTuple):
     """A state that is to be copied to blocks."""
 
@@ -135,32 +144,47 @@ class StateCache:
         places = itertools.pairwise(batch.query_start)
         for row, (first, last), end in zip(rows.tolist(), places, batch.seq_lens, strict=True):
             parts.setdefault(row, []).append(_Part(end - last + first, end, first))
-        decodes: list[StateRun] = []
-        runs: list[StateRun] = []
+        decodes: list[_Run] = []
+        runs: list[_Run] = []
         for row, own in parts.items():
             found = self._plan(row, sorted(own))
             is_decode = len(found) == 1 and found[0].stop - found[0].start == 1 and found[0].source is not None
             (decodes if is_decode else runs).extend(found)
-        self.hook.begin_step(
-            StateBatch(
-                tokens=self._indices([run.start for run in decodes]),
-                sources=self._indices([run.source or 0 for run in decodes]),
-                targets=self._indices([run.target for run in decodes]),
-                runs=runs,
-            )
+        self.hook.begin_step(self._uploaded(decodes, runs))
+
+    def _uploaded(self, decodes: Sequence[_Run], runs: Sequence[_Run]) -> StateBatch:
+        """The batch on the device, in one transfer."""
+        planned, num_decodes = [*decodes, *runs], len(decodes)
+        tokens, sources, targets = self._memory.upload(
+            [
+                np.array([run.start for run in planned], dtype=np.int64),
+                np.array([run.source or 0 for run in planned], dtype=np.int64),
+                np.array([run.target for run in planned], dtype=np.int64),
+            ]
+        )
+        slots = zip(runs, sources[num_decodes:, None], targets[num_decodes:, None], strict=True)
+        return StateBatch(
+            tokens=tokens[:num_decodes],
+            sources=sources[:num_decodes],
+            targets=targets[:num_decodes],
+            runs=[
+                StateRun(run.start, run.stop, None if run.source is None else source, target)
+                for run, source, target in slots
+            ],
         )
 
     def end_step(self) -> None:
         """Copies states to blocks. Called after the forward pass."""
-        for save in self._saves:
-            ids = [int(table[save.row, save.span]) for table in self._groups]
+        if not self._saves:
+            return
+        (blocks,) = self._memory.upload(
+            [np.array([[table[save.row, save.span] for table in self._groups] for save in self._saves])]
+        )
+        for save, ids in zip(self._saves, blocks, strict=True):
             self._blocks[ids] = self._states[save.slot].view(len(ids), -1)
         self._saves = []
 
-    def _indices(self, numbers: list[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._states.device)
-
-    def _plan(self, row: int, parts: Sequence[_Part]) -> list[StateRun]:
+    def _plan(self, row: int, parts: Sequence[_Part]) -> list[_Run]:
         """The runs of a row in a step, in order. Afterwards, states are kept that it may go on from: the one after the
         last token; those before each of its drafts, which may be wrong; and if a grammar's mask may be late, so that
         the last token is computed again, the one before that."""
@@ -169,7 +193,7 @@ class StateCache:
         goes_back = self._table.has_grammar(row)
         source = self._state_before(row, start)
         kept = {} if source is None else {start: source}
-        own: list[StateRun] = []
+        own: list[_Run] = []
         for part in parts:
             for first, last in self._cut(row, part, end - 1 if goes_back else end):
                 is_last = last == end
@@ -178,7 +202,7 @@ class StateCache:
                 else:
                     target = self._allocate()
                 offset = part.first - part.start
-                own.append(StateRun(first + offset, last + offset, source, target))
+                own.append(_Run(first + offset, last + offset, source, target))
                 if is_last or has_drafts or (goes_back and last == end - 1):
                     kept[last] = target
                 else:
@@ -207,9 +231,10 @@ class StateCache:
         if not start or slot is not None:
             return slot
         slot = self._allocate()
-        ids = [int(table[row, (start - 1) // self._block_size]) for table in self._groups]
-        assert all(ids), f"no state after {start} tokens"
-        self._states[slot] = self._blocks[ids].flatten()
+        ids = np.array([table[row, (start - 1) // self._block_size] for table in self._groups])
+        assert ids.all(), f"no state after {start} tokens"
+        (blocks,) = self._memory.upload([ids])
+        self._states[slot] = self._blocks[blocks].flatten()
         return slot
 
     def _allocate(self) -> int:
