@@ -4,7 +4,7 @@ case, so that what else the machine does is the same for both. Both are restarte
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -84,12 +84,12 @@ def measure(plan: Plan, now: Router, before: Router | None, on_figure: Callable[
         for setup in SETUPS:
             with Child("-m", "benchmarks.router.load") as load, ExitStack() as stack:
                 load.read_line()
-                sides = {NOW: stack.enter_context(_start(setup, now))}
+                sides = {NOW: stack.enter_context(start(setup, now))}
                 if before is not None and (older := _start_older(setup, before, stack)) is not None:
                     sides[BEFORE] = older
                 for case in setup.cases:
                     for side, system in in_turn(sides.items(), repeat):
-                        if side == BEFORE and not _has(system, load, case):
+                        if side == BEFORE and not has(system, load, case):
                             continue
                         costs = (results.now if side == NOW else results.before)[case.name]
                         costs.append(_cost(plan, system, load, case))
@@ -97,31 +97,32 @@ def measure(plan: Plan, now: Router, before: Router | None, on_figure: Callable[
     return results
 
 
-def _start(setup: Setup, router: Router) -> AbstractContextManager[System]:
-    return baton(checkout=router.checkout, options=[*setup.options, *router.options], answer=setup.answer)
+def start(setup: Setup, router: Router, under: Sequence[str] = ()) -> AbstractContextManager[System]:
+    """The router between pods. `under`: see Child."""
+    return baton(checkout=router.checkout, options=[*setup.options, *router.options], answer=setup.answer, under=under)
 
 
 def _start_older(setup: Setup, router: Router, stack: ExitStack) -> System | None:
     """None: it does not know the options."""
     try:
-        return stack.enter_context(_start(setup, router))
+        return stack.enter_context(start(setup, router))
     except ChildEndedError:
         return None
 
 
-def _has(system: System, load: Child, case: Case) -> bool:
+def has(system: System, load: Child, case: Case) -> bool:
     """Whether its requests are served."""
     try:
-        _ask_answers(system, load, case, 1, 1)
+        ask_answers(system, load, case, 1, 1)
     except OrderError:
         return False
     return True
 
 
 def _cost(plan: Plan, system: System, load: Child, case: Case) -> Cost:
-    _ask_answers(system, load, case, plan.concurrency, _WARM_UP)
+    ask_answers(system, load, case, plan.concurrency, _WARM_UP)
     cpu_s = system.router.cpu_s
-    _ask_answers(system, load, case, plan.concurrency, plan.num_answers)
+    ask_answers(system, load, case, plan.concurrency, plan.num_answers)
     request_s = (system.router.cpu_s - cpu_s) / plan.num_answers
     return Cost(request_s, *(_token_s(system, load, case, streams) for streams in (plan.fast, plan.paced)))
 
@@ -137,7 +138,8 @@ def _token_s(system: System, load: Child, case: Case, streams: StreamLoad) -> fl
     return cpu_s / (streams.num_streams * (streams.num_tokens - 1))  # the first came before
 
 
-def _ask_answers(system: System, load: Child, case: Case, concurrency: int, count: int) -> None:
+def ask_answers(system: System, load: Child, case: Case, concurrency: int, count: int) -> None:
+    """Asks for answers of one token. Raises OrderError if one fails."""
     if case.call is None:
         load.ask("grpc_answers", system.grpc_address, concurrency, count)
     else:

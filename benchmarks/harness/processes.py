@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,11 +46,13 @@ class Child:
         log: Path | None = None,
         ends_with_input: bool = False,
         is_direct: bool = False,
+        under: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """`arguments`: those of the interpreter, as `-m` and a module. `variables`: more of the environment. `log`: a
         file for what it writes besides answers. `ends_with_input`: it is waited for and not terminated.
-        `is_direct`: nothing is run before it that would count as its own. `options`: others of Popen."""
+        `is_direct`: nothing is run before it that would count as its own. `under`: a program that runs the interpreter,
+        with its path. `options`: others of Popen."""
         self._name = " ".join(arguments[:2])
         self._ends_with_input = ends_with_input
         self._log = log
@@ -58,7 +60,7 @@ class Child:
         environment = {**os.environ, **(variables or {}), PARENT_PID_VARIABLE: str(os.getpid())}
         with contextlib.nullcontext(None) if log is None else log.open("w") as sink:
             self._process = subprocess.Popen(
-                [python, *arguments] if is_direct else orphan_proof(python, *arguments),
+                [python, *arguments] if is_direct else orphan_proof(*under, python, *arguments),
                 **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": sink, **options},
                 text=True,
                 cwd=directory,

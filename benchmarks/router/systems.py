@@ -16,7 +16,7 @@ from benchmarks.harness.checkouts import HERE, Checkout
 from benchmarks.harness.processes import Child, ChildEndedError, free_port
 from benchmarks.router.workload import ANSWER, MODEL
 
-_START_S = 60.0
+_START_S = 300.0  # under a program that counts instructions
 _POLL_S = 0.05
 _MAX_STREAMS = 4096
 OURS = "baton"
@@ -48,9 +48,11 @@ class System:
 
 
 @contextmanager
-def baton(*, checkout: Checkout = HERE, options: Sequence[str] = (), answer: str = ANSWER) -> Iterator[System]:
+def baton(
+    *, checkout: Checkout = HERE, options: Sequence[str] = (), answer: str = ANSWER, under: Sequence[str] = ()
+) -> Iterator[System]:
     """A router of ours, of this checkout, between fake pods that give this answer. `options`: more of its options.
-    Raises ChildEndedError if it does not start."""
+    `under`: see Child. Raises ChildEndedError if it does not start."""
     with ExitStack() as stack:
         sides = [
             stack.enter_context(Child("-m", "benchmarks.router.pods", role, answer)) for role in ("prefill", "decode")
@@ -60,7 +62,9 @@ def baton(*, checkout: Checkout = HERE, options: Sequence[str] = (), answer: str
         settings = ["--prefill", prefill, "--decode", decode, "--port", "0", "--grpc-port", "0"]
         settings += ["--served-model-name", MODEL, "--remote-prefill", "prefer", "--max-inflight", str(_MAX_STREAMS)]
         command = ("-m", "router", *settings, "--log-level", "warning", *options)
-        router = stack.enter_context(Child(*command, variables=checkout.variables, directory=checkout.root))
+        router = stack.enter_context(
+            Child(*command, variables=checkout.variables, directory=checkout.root, under=under)
+        )
         words = router.read_ready()
         address = words["http"].removeprefix("http://")
         _wait_until_healthy(address, router)

@@ -37,10 +37,10 @@ def test_next_to_a_checkout(monkeypatch):
     """A case of which the older checkout knows nothing has no figures of it."""
     first, second, *_ = SETUPS[0].cases
     monkeypatch.setattr(measure, "SETUPS", [SETUPS[0]._replace(cases=(first, second))])
-    has = measure._has
+    has = measure.has
     unknown = second._replace(call=second.call._replace(path="/v1/none"))
     monkeypatch.setattr(
-        measure, "_has", lambda system, load, case: has(system, load, unknown if case == second else case)
+        measure, "has", lambda system, load, case: has(system, load, unknown if case == second else case)
     )
     results = measure.measure(TINY, Router(), Router(checkout_of(ROOT)), lambda _: None)
     assert (list(results.now), list(results.before)) == (["completion", "chat"], ["completion"])
@@ -95,3 +95,10 @@ def test_differences_are_those_of_pairs():
         in page
     )
     assert "| new | 1.00 | - | - | 10.0 | - | - | 100.0 | - | - |" in page
+
+
+def test_counting_needs_valgrind(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--instructions", "--quick"])
+    assert "--instructions: valgrind is not installed" in capsys.readouterr().err
