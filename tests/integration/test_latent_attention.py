@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.engine.devices.gpu.decode_graphs import DecodeGraphs
 from common.engine.llm import LLM
 from common.types import SamplingParams
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, create_engine
@@ -16,6 +18,7 @@ from tests.tiny_models import prompt_of, random_model, reference_generate, tiny_
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 RANKS = {"deepseek_v3": 16, "wide": 40}  # of latents; wide ones are expanded in chunks of 32 tokens
 ROTARY_DIM = 8
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +40,22 @@ def expected(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
 
 
-@pytest.mark.parametrize("settings", [{}, {"cpu_kernels": "reference"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"cpu_kernels": "reference"},
+        pytest.param(ON_GPU, marks=pytest.mark.gpu),
+        pytest.param({**ON_GPU, "enforce_eager": True}, marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("model", RANKS)
-def test_tokens_are_those_of_transformers(model: str, settings: dict[str, str], wide: Path) -> None:
+def test_tokens_are_those_of_transformers(model: str, settings: dict[str, Any], wide: Path) -> None:
     """In chunks, beside each other, in so few blocks that some are preempted, and with prefix hits."""
     directory = wide if model == "wide" else tiny_model_dir(model)
     prompts = [prompt_of(length) for length in (1, 3, 4, 11, 37, 64, 70)]
     with LLM(directory, block_size=4, num_blocks=33, max_num_batched_tokens=CHUNK, num_threads=1, **settings) as llm:
+        assert llm.spec.kernels == ("torch" if "cpu_kernels" in settings else "attention")
         assert llm.spec.bytes_per_block == 4 * 3 * (RANKS[model] + ROTARY_DIM) * 4  # tokens, layers, numbers, bytes
         completions = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [completion.token_ids for completion in completions] == expected(directory, prompts)
@@ -53,6 +65,20 @@ def test_tokens_are_those_of_transformers(model: str, settings: dict[str, str], 
             assert [completion.token_ids] == expected(directory, prompts[-1:])
         assert llm._client.stats().prefix_cache_hits > 0
         assert llm.check_integrity().violations == []
+
+
+@pytest.mark.gpu
+def test_decode_steps_are_cuda_graphs(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model without experts, whose code copies between host and GPU."""
+    sizes: list[int] = []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, inputs: sizes.append(len(inputs.tokens)) or run(self, inputs))
+    prompts = [prompt_of(length) for length in (5, 70, 200)]
+    with LLM(wide, block_size=16, num_blocks=64, **ON_GPU) as llm:
+        completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [completion.token_ids for completion in completions] == expected(wide, prompts)
+        assert llm._client.stats().num_failed_recordings == 0
+    assert sizes.count(len(prompts)) >= 10
 
 
 @pytest.mark.parametrize("connector", ["shared-storage", "nixl", "redis"])

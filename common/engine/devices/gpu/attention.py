@@ -25,7 +25,7 @@ IS_INTERPRETED = isinstance(attend_kernel, InterpretedFunction)
 # The interpreter (of Triton 3.7) multiplies bfloat16 as if it were integers, so it gets float32.
 _FACTOR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_HEAD_DIM = 256
-_MIN_DOT = 16  # least size of each dimension of a product
+MIN_DOT = 16  # least size of each dimension of a product
 _PROGRAMS_PER_PROCESSOR = 4  # that decodes are split into
 _MAX_PARTS = 32
 _FEW_PROCESSORS = 4  # of the interpreter, which has none: enough for decodes to be split
@@ -65,11 +65,11 @@ class TritonAttention:
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
         self._head_dim = head_dim
-        self._padded_dim = max(_MIN_DOT, triton.next_power_of_2(head_dim))
+        self._padded_dim = max(MIN_DOT, triton.next_power_of_2(head_dim))
         self._block_stride = kv_cache.stride(0)
         self._device = kv_cache.device
         self._layers = [kv_cache[0, layer] for layer in range(num_layers)]
-        self._num_processors = _num_processors(kv_cache.device)
+        self._num_processors = num_processors(kv_cache.device)
         self._batch: AttentionMetadata | None = None
         self._tiles: dict[int, torch.Tensor] = {}  # of the step's chunks, by the tokens of a tile
 
@@ -98,6 +98,7 @@ class TritonAttention:
             HEAD_DIM=self._head_dim,
             PADDED_DIM=self._padded_dim,
             BLOCK_SIZE=self._block_size,
+            HAS_VALUES=True,
             num_warps=1,
         )
         query = query[0].contiguous()
@@ -156,14 +157,14 @@ class TritonAttention:
             tile = self._decode_tile(kind.num_heads // self._num_kv_heads, query.dtype)
             self._launch(layer, query, query_stride, out, kind, tile, None, partial_out, partial_weight, parts)
             if parts > 1:
-                join_parts_kernel[(num_decodes * kind.num_heads,)](
+                join_parts_kernel[(num_decodes * kind.num_heads, 1)](
                     partial_out,
                     partial_weight,
                     out,
                     PARTS=parts,
                     PADDED_PARTS=triton.next_power_of_2(parts),
                     HEAD_DIM=self._head_dim,
-                    PADDED_DIM=self._padded_dim,
+                    DIMS=self._padded_dim,
                     num_warps=4,
                 )
         if num_decodes < len(self._batch.seq_lens):
@@ -277,7 +278,7 @@ def cut_chunks(batch: AttentionMetadata, num_tokens: int) -> np.ndarray[Any, np.
 
 def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """Returns the tile for one query token of each sequence. Found with `benchmarks.gpu_kernels --sweep` on an H100."""
-    rows = max(_MIN_DOT, triton.next_power_of_2(group))
+    rows = max(MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(rows, 32 if head_dim <= 64 else 16, 4, 2)
     return Tile(rows, 32 if head_dim > 128 else 64, 4, 2)
@@ -285,7 +286,7 @@ def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
 
 def chunk_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """Returns the tile for chunks of prompts; see `decode_tile`."""
-    least = max(_MIN_DOT, triton.next_power_of_2(group))
+    least = max(MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(max(least, 32), 32, 4, 2) if head_dim <= 64 else Tile(max(least, 32), 16, 8, 2)
     if head_dim > 128:
@@ -296,7 +297,7 @@ def chunk_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
 def batch_invariant_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """Returns the tile for decodes and chunks alike. The kernel takes as many keys at a time where it masks some, which
     it does with up to 64."""
-    least = max(_MIN_DOT, triton.next_power_of_2(group))
+    least = max(MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(least, 32 if head_dim <= 64 else 16, 4, 2)
     return Tile(max(least, 64), 32 if head_dim > 128 else 64, 4, 2)
@@ -319,7 +320,8 @@ def supports(device: torch.device, spec: KVSpec) -> bool:
     return runs_on(device) and has_heads
 
 
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
+    """Returns how many programs run side by side at least."""
     if device.type != "cuda":
         return _FEW_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -52,10 +52,16 @@ class TritonDevice(TorchDevice):
         if not self._has_kernels:
             return False
         from common.engine.devices.gpu.attention import TritonAttention, supports
+        from common.engine.devices.gpu.latent_attention import TritonLatentAttention, supports_latents
 
-        if not supports(self.torch_device, spec):
+        backend: type[AttentionBackend]
+        if supports(self.torch_device, spec):
+            backend = TritonAttention
+        elif supports_latents(self.torch_device, spec, args):
+            backend = TritonLatentAttention
+        else:
             return False
-        check_attention(TritonAttention, self.torch_device, spec, num_heads, args)
+        check_attention(backend, self.torch_device, spec, num_heads, args)
         return True
 
     def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
@@ -63,7 +69,10 @@ class TritonDevice(TorchDevice):
         if kernels == "torch":
             return super().attention(kv_cache, kernels)
         from common.engine.devices.gpu.attention import BatchInvariantTritonAttention, TritonAttention
+        from common.engine.devices.gpu.latent_attention import TritonLatentAttention
 
+        if kv_cache.shape[2] == 1:
+            return TritonLatentAttention(kv_cache)
         return BatchInvariantTritonAttention(kv_cache) if self.batch_invariant else TritonAttention(kv_cache)
 
     def step_sampler(self, kernels: Kernels) -> StepSampler | None:

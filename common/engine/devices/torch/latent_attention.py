@@ -23,22 +23,25 @@ class TorchLatentAttention(TorchAttention):
         """See AttentionBackend."""
         assert self._batch is not None
         assert args.expansion is not None
-        self._key_vectors[layer].index_copy_(0, self._write_rows, key.reshape(-1, self._head_dim))
-        num_decodes = self._batch.num_decodes
-        out = query.new_empty(*query.shape[:3], args.expansion.value_dim)
-        if num_decodes:
+        self._write(layer, key)
+        parts = []
+        if num_decodes := self._batch.num_decodes:
             absorbed = args.expansion.absorbed(query[:, :num_decodes])
             attended = self.attend_absorbed(layer, absorbed, args)
-            out[:, :num_decodes] = args.expansion.values_of(attended)
+            parts.append(args.expansion.values_of(attended))
         for chunk in self._chunks:
             rows = slice(chunk.start, chunk.end)
-            out[:, rows] = self._attend_latents(layer, query[:, rows], key[:, rows], chunk, args, args.expansion)
-        return out
+            parts.append(self._attend_latents(layer, query[:, rows], key[:, rows], chunk, args, args.expansion))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def attend_absorbed(self, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
         """Attention of decodes' queries to latents, [1, sequences, heads, rank + rotary dim] -> the same."""
         parts = [self._attend_decodes(layer, query[:, group.start : group.end], group, args) for group in self._groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _write(self, layer: int, key: torch.Tensor) -> None:
+        """Puts latents and rotary parts [1, tokens, 1, rank + rotary dim] into the cache."""
+        self._key_vectors[layer].index_copy_(0, self._write_rows, key.reshape(-1, self._head_dim))
 
     def _attend_latents(
         self,

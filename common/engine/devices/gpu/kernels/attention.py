@@ -182,12 +182,12 @@ def join_parts_kernel(
     PARTS: tl.constexpr,
     PADDED_PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    DIMS: tl.constexpr,  # of a program
 ):
-    """Joins the parts of a decode. Grid: (sequences * heads,)."""
+    """Joins the parts of a decode. Grid: (sequences * heads, dimensions / DIMS)."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, PADDED_PARTS)
-    dims = tl.arange(0, PADDED_DIM)
+    dims = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
     is_dim = dims < HEAD_DIM
     logs = tl.load(partial_weight + row * PARTS + parts, mask=parts < PARTS, other=float("-inf"))
     best = tl.max(logs, axis=0)

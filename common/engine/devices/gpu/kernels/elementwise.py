@@ -118,7 +118,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["key_stride", "value_stride"], do_not_specialize_on_alignment=["slots"])
 def store_kernel(
     key,  # [tokens, KV heads, HEAD_DIM], `key_stride` numbers from one token to the next
-    value,
+    value,  # the same, if there are values
     cache,  # of one layer: from its first number in block 0
     slots,  # [tokens] int64; below zero: not written
     key_stride,
@@ -130,6 +130,7 @@ def store_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
 ):
     """Keys and values to their slots. Grid: (tokens, KV heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -140,5 +141,6 @@ def store_kernel(
     target = cache + slot // BLOCK_SIZE * block_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + dims
     read = tl.load(key + token * key_stride + head * key_head_stride + dims, mask=is_stored, other=0.0)
     tl.store(target, read, mask=is_stored)
-    read = tl.load(value + token * value_stride + head * value_head_stride + dims, mask=is_stored, other=0.0)
-    tl.store(target + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, read, mask=is_stored)
+    if HAS_VALUES:
+        read = tl.load(value + token * value_stride + head * value_head_stride + dims, mask=is_stored, other=0.0)
+        tl.store(target + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, read, mask=is_stored)

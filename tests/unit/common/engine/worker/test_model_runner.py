@@ -29,7 +29,8 @@ SIDES = {
     "gpu-eager": {"device": "cuda", "dtype": "float32", "enforce_eager": True},
     "gpu-reference": {"device": "cuda", "dtype": "float32", "gpu_kernels": "reference"},
 }
-INTERPRETED = {"llama", "qwen3", "gemma2", "gpt_oss"}  # fused, with norms of heads; soft caps and windows; sinks
+# Fused, with norms of heads; soft caps and windows; sinks; latents.
+INTERPRETED = {"llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"}
 SOME = {"eager": INTERPRETED, "interpreted": (), "stages": INTERPRETED, "stages-reference": {"llama", "phi3"}}
 
 

@@ -23,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from common.engine.devices.gpu.attention import batch_invariant_tile, chunk_tile, decode_tile
-from common.engine.devices.gpu.kernels import attention, elementwise, linear, sampling, staging
+from common.engine.devices.gpu.kernels import attention, elementwise, latent_attention, linear, sampling, staging
+from common.engine.devices.gpu.latent_attention import latent_tile
 from common.engine.devices.gpu.operators import linear_tile
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -38,6 +39,7 @@ INTEGERS = {
     "num_decodes",
     "num_rows",
     "width",
+    "parts",
     "to_width",
 }
 INTEGERS |= {"key_stride", "key_head_stride", "value_stride", "value_head_stride", "row_stride"}
@@ -64,12 +66,20 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
                 }  # fmt: skip
                 options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
                 yield f"attend {kind} {name} {head_dim}", attention.attend_kernel, constants, options
+        for num_heads in (16, 128):
+            tile = latent_tile(num_heads, dtype)
+            constants = {
+                "NUM_HEADS": num_heads, "RANK": 512, "ROTARY_DIM": 64, "PADDED_RANK": 512, "PADDED_ROTARY": 64,
+                "BLOCK_SIZE": 16, "ROWS": tile.rows, "KEYS": tile.keys, "HAS_PARTS": True, "FACTOR_TYPE": factor,
+            }  # fmt: skip
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            yield f"latents {name} {num_heads}", latent_attention.attend_latents_kernel, constants, options
         linear_constants = {"IN_FEATURES": 4096, "OUT_FEATURES": 12288, "HAS_BIAS": False}
         tile = linear_tile(dtype)
         linear_constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "FACTOR_TYPE": factor}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         yield f"linear {name}", linear.linear_kernel, linear_constants, options
-    parts = {"PARTS": 8, "PADDED_PARTS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128}
+    parts = {"PARTS": 8, "PADDED_PARTS": 8, "HEAD_DIM": 128, "DIMS": 128}
     yield "join parts bf16", attention.join_parts_kernel, parts, {"num_warps": 4}
     yield "add norm bf16", elementwise.add_norm_kernel, {"SIZE": 4096, "PADDED_SIZE": 4096}, {"num_warps": 8}
     yield "silu mul bf16", elementwise.silu_mul_kernel, {"SIZE": 12288, "NUMBERS": 1024}, {"num_warps": 4}
@@ -77,7 +87,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     yield (
         "prepare bf16", elementwise.prepare_kernel, heads | {"BLOCK_SIZE": 16, "HAS_NORMS": True}, {"num_warps": 4}
     )  # fmt: skip
-    store = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16}
+    store = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16, "HAS_VALUES": True}
     yield "store bf16", elementwise.store_kernel, store, {"num_warps": 1}
     sizes = {"NUM_TOKENS": 151936, "SIZE": sampling.NUMBERS}
     parts = {"PARTS": 38, "PADDED_PARTS": 64}

@@ -10,6 +10,8 @@ KERNELS = [
     "attend decode bf16 128",
     "attend chunk bf16 128",
     "attend any bf16 128",
+    "latents bf16 16",
+    "latents bf16 128",
     "linear bf16",
     "prepare bf16",
     "add norm bf16",
@@ -34,10 +36,12 @@ def compiled(capability, *kernels):
 def test_products_spill_no_registers_on_hopper():
     figures = compiled(90, *KERNELS)
     assert figures.keys() == set(KERNELS)
-    assert {name: figures[name]["spilled"] for name in KERNELS if name.startswith(("attend", "linear"))} == {
+    assert {name: figures[name]["spilled"] for name in KERNELS if name.startswith(("attend", "latents", "linear"))} == {
         "attend decode bf16 128": 0,
         "attend chunk bf16 128": 0,
         "attend any bf16 128": 0,
+        "latents bf16 16": 0,
+        "latents bf16 128": 0,
         "linear bf16": 0,
     }
 

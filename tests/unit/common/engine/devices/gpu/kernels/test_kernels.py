@@ -87,16 +87,16 @@ def check_attention(device, dtype, head_dim, block_size, num_kv_heads, group, ar
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def filled_cache(device, dtype, head_dim, block_size, num_kv_heads):
+def filled_cache(device, dtype, head_dim, block_size, num_kv_heads, planes=2):
     """A cache whose sequences have random numbers up to what the step computes, and the step."""
-    cache = torch.full((NUM_BLOCKS, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+    cache = torch.full((NUM_BLOCKS, NUM_LAYERS, planes, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
     counts = [-(-end // block_size) for _, end in SPANS]
     blocks = (torch.randperm(NUM_BLOCKS - 1)[: sum(counts)] + 1).split(counts)
     slots, query_start = [], [0]
     for (start, end), own in zip(SPANS, blocks, strict=True):
         places = [(int(own[at // block_size]), at % block_size) for at in range(end)]
         for block, offset in places[:start]:
-            cache[block, :, :, :, offset] = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim).to(dtype)
+            cache[block, :, :, :, offset] = torch.randn(NUM_LAYERS, planes, num_kv_heads, head_dim).to(dtype)
         slots += [block * block_size + offset for block, offset in places[start:]]
         query_start.append(len(slots))
     tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
