@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, KVSpec, LatentExpansion
 from common.engine.devices.gpu.attention import MIN_DOT, Tile, factor_type, num_processors, runs_on
@@ -88,7 +88,7 @@ class TritonLatentAttention(TorchLatentAttention):
             absorbed = expansion.absorbed(query)[0]
             return expansion.values_of(self._attend_tokens(layer, absorbed, ends, tables, args)[None])
         cached = key[0, :, 0] if chunk.num_tokens == chunk.seq_len else self._gather_chunk(layer, chunk)[0][0, 0]
-        mask = causal_lower_right(chunk.num_tokens, chunk.seq_len)
+        mask = _causal_mask(chunk.num_tokens, chunk.seq_len)
         out = query.new_empty(*query.shape[:3], expansion.value_dim)
         num_numbers = chunk.seq_len * (expansion.weight.shape[1] + 2 * query.shape[3])  # expanded, keys, values
         num_at_once = max(1, _MAX_EXPANDED_BYTES // (num_numbers * query.itemsize))
@@ -160,6 +160,14 @@ class TritonLatentAttention(TorchLatentAttention):
         """A power of two, so that few variants of what joins them are compiled."""
         wanted = _PROGRAMS_PER_PROCESSOR * self._num_processors // num_programs
         return 1 << (max(1, min(wanted, _MAX_PARTS)).bit_length() - 1)
+
+
+def _causal_mask(num_tokens: int, seq_len: int) -> CausalBias:
+    """Returns the mask of a text's last tokens, which kernels take as two lengths. Its own constructor would allocate
+    its numbers on the host."""
+    mask = torch.empty(0).as_subclass(CausalBias)
+    CausalBias.__init__(mask, CausalVariant.LOWER_RIGHT, num_tokens, seq_len)
+    return mask
 
 
 def latent_tile(num_heads: int, dtype: torch.dtype) -> Tile:
