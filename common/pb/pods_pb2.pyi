@@ -605,9 +605,9 @@ class KVGroup(_message.Message):
     dtype: _builtins.str
     """Of an element."""
     kind: _builtins.str
-    """Rule of what falls out: full, window, state and so on."""
+    """Rule of what falls out: full, window, chunked, state and so on."""
     window: _builtins.int
-    """Window: tokens that a token sees, itself included."""
+    """Window, chunked: tokens that a token sees at most, itself included."""
     state_bytes: _builtins.int
     """State: bytes of a text's state that a block of this group holds."""
     @_builtins.property

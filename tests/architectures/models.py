@@ -212,6 +212,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": SLIDING_WINDOW},
     "helium": {"head_dim": 12},
     "stablelm": {"partial_rotary_factor": 0.5},
+    "llama4_text": {
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": SLIDING_WINDOW,
+        "floor_scale": 8,  # tokens, after each of which queries of layers without rotary embeddings grow
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 96,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 

@@ -22,9 +22,10 @@ here has not been tried.
 
 Exact from prompts that are computed in parts, and again from the prefix cache, after a handoff between two pods, and
 with drafts of `ngram`. *Two ranks*: also with `--tensor-parallel-size 2`; elsewhere that is refused. *KV*: layers of
-kind `window` give blocks back that no token reads any more, those of kind `state` keep a [state](states.md) in place of
-KV, and of `latent` ones, KV stays compressed. *Kernels*, on a CPU: a model that is `fused` has recorded steps, and may
-be served with `--batch-invariant`; of others, compiled kernels compute the attention, or torch's operators do.
+kind `window` and `chunked` give blocks back that no token reads any more, those of kind `state` keep a
+[state](states.md) in place of KV, and of `latent` ones, KV stays compressed. *Kernels*, on a CPU: a model that is
+`fused` has recorded steps, and may be served with `--batch-invariant`; of others, compiled kernels compute the
+attention, or torch's operators do.
 
 | `model_type` | class | two ranks | KV | kernels |
 |---|---|---|---|---|

@@ -15,7 +15,8 @@ import pytest
 from tests.architectures.models import write_model
 from tests.e2e.cluster import Cluster, running_cluster
 
-MODELS = ("qwen3_next", "gemma3_text", "jamba", "deepseek_v3")  # states, windows, states, latents
+# States, windows, states, latents, chunks.
+MODELS = ("qwen3_next", "gemma3_text", "jamba", "deepseek_v3", "llama4_text")
 PROMPTS = ["Once upon a time", "The capital of France is " * 9, "a b c " * 40, "In the beginning " * 20]
 NUM_TOKENS = 48
 DEADLINE_S = 120.0

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata
 from tests.integration.batch_invariance_rig import alone, run
 from tests.tiny_models import tiny_model_dir
@@ -90,7 +91,7 @@ LENGTH, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_DIM = 150, 16, 2, 6, 64
 BLOCKS = -(-LENGTH // BLOCK_SIZE)
 ARGS = {
     "plain": AttentionArgs(0.125),
-    "window and sinks": AttentionArgs(0.2, sliding_window=70, sinks=torch.linspace(-1, 2, HEADS)),
+    "window and sinks": AttentionArgs(0.2, window=Window(70), sinks=torch.linspace(-1, 2, HEADS)),
 }
 
 

@@ -1,4 +1,5 @@
-"""Layers with a window form KV groups of their own, whose blocks are given back while requests run: the same tokens."""
+"""Layers with a window, which slides or jumps from chunk to chunk, form KV groups of their own, whose blocks are given
+back while requests run: the same tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from common.engine.client.inproc import InprocClient
 from common.engine.llm import LLM
 from common.engine.messages import AddRequest
 from common.types import RequestId, SamplingParams
+from tests.architectures.models import model_dir
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, create_engine, generate
 from tests.tiny_models import (
     SLIDING_WINDOW,
@@ -22,7 +24,7 @@ from tests.tiny_models import (
     tiny_model_dir,
 )
 
-NUM_GROUPS = {"gemma2": 3, "gemma3": 3, "gpt_oss": 3, "mistral": 1, "llama": 1}
+NUM_GROUPS = {"gemma2": 3, "gemma3": 3, "gpt_oss": 3, "mistral": 1, "llama": 1, "llama4": 3, "uneven": 3}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2 * SLIDING_WINDOW)  # so many that blocks fall out
 
 
@@ -34,6 +36,12 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of_layers = {"num_hidden_layers": 5, "layer_types": layer_types, "head_dim": 16, "sliding_window": SLIDING_WINDOW}
     random_model(tiny_config("Gemma2Config", **of_layers)).save_pretrained(directory)
     return directory
+
+
+def directory_of(model: str, uneven: Path) -> Path:
+    if model == "llama4":  # chunks of SLIDING_WINDOW tokens
+        return model_dir("llama4_text")
+    return uneven if model == "uneven" else tiny_model_dir(model)
 
 
 def expected(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -54,15 +62,15 @@ def kv_cache_of(engine: InprocClient) -> torch.Tensor:
         pytest.param({"device": "cuda", "dtype": "float32", "block_size": 16}, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("model", [*NUM_GROUPS, "uneven"])
+@pytest.mark.parametrize("model", NUM_GROUPS)
 def test_tokens_are_those_of_transformers(model: str, on: dict[str, object], uneven: Path) -> None:
     """In chunks, beside each other, in so few blocks that some are preempted, and with prefix hits."""
-    directory = uneven if model == "uneven" else tiny_model_dir(model)
-    prompts = [prompt_of(length) for length in (1, 3, 4, 11, 37, 38, 53)]
+    directory = directory_of(model, uneven)
+    prompts = [prompt_of(length) for length in (1, 3, 4, 11, 12, 37, 38, 53)]
     settings = {"block_size": 4, "max_num_batched_tokens": 10, "num_threads": 1, **on}
-    settings["num_blocks"] = 1 + 24 * NUM_GROUPS.get(model, 3)
+    settings["num_blocks"] = 1 + 24 * NUM_GROUPS[model]
     with LLM(directory, **settings) as llm:
-        assert len(llm.spec.layout.groups) == NUM_GROUPS.get(model, 3)
+        assert len(llm.spec.layout.groups) == NUM_GROUPS[model]
         for _ in range(2):
             completions = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [completion.token_ids for completion in completions] == expected(directory, prompts)
@@ -85,10 +93,10 @@ def test_a_model_that_may_be_fused_has_one_group(cpu_kernels: str, kernels: str,
 
 
 @pytest.mark.parametrize("connector", ["shared-storage", "nixl"])
-@pytest.mark.parametrize("model", [*NUM_GROUPS, "uneven"])
+@pytest.mark.parametrize("model", NUM_GROUPS)
 def test_tokens_after_a_handoff(model: str, connector: str, tmp_path: Path, uneven: Path) -> None:
-    directory = uneven if model == "uneven" else tiny_model_dir(model)
-    prompts = [prompt_of(length) for length in (1, BLOCK_SIZE, CHUNK + 1, 3 * CHUNK + 5)]
+    directory = directory_of(model, uneven)
+    prompts = [prompt_of(length) for length in (1, SLIDING_WINDOW, BLOCK_SIZE, CHUNK + 1, 3 * CHUNK + 5)]
     engines = [create_engine(directory, tmp_path / "kv", connector_name=connector, num_blocks=256) for _ in range(2)]
     handoffs = Handoffs(*engines)
     decoded = handoffs.run(prompts, GREEDY)

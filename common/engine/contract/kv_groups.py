@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 _MAX_STATES = 4  # of a request, that blocks hold at once: it began with one, and leaves three on its way
+
+
+class Window(NamedTuple):
+    """How far back a token sees: to the `size - 1` tokens before it, or, if `is_chunked`, to the last multiple of
+    `size`."""
+
+    size: int
+    is_chunked: bool = False
+
+    def first(self, positions: Any) -> Any:
+        """The first position that each token sees, of its own; below 0 where it could see more than there is."""
+        return positions - positions % self.size if self.is_chunked else positions - (self.size - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +36,13 @@ class KVGroupSpec:
     value_head_dim: int  # 0: keys alone are kept, of which values are a part
     dtype: str  # name of the torch.dtype
     kind: str = "full"  # see KV_GROUP_KINDS
-    window: int | None = None  # a token sees itself and the `window - 1` tokens before it
+    window: int | None = None  # of kinds "window" and "chunked", see `sees`
     state_bytes: int = 0  # of its part of the state
+
+    @property
+    def sees(self) -> Window | None:
+        """The part of the text before it that a token sees; None: all."""
+        return None if self.window is None else Window(self.window, self.kind == "chunked")
 
     @property
     def num_planes(self) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from common.engine.contract.kv_groups import planes_of
+from common.engine.contract.kv_groups import Window, planes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class AttentionArgs:
     """Arguments of a layer's attention beyond queries, keys and values."""
 
     scale: float  # of query . key
-    sliding_window: int | None = None  # a token sees itself and the `sliding_window - 1` tokens before it
+    window: Window | None = None  # of the tokens before it that a token sees; None: all
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     sinks: torch.Tensor | None = None  # [num_heads], extra logits that take probability and add nothing
     slopes: torch.Tensor | None = None  # [num_heads] float32, ALiBi: scores rise by so much from token to token

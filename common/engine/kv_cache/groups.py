@@ -38,18 +38,19 @@ class FullGroup:
 
 
 class WindowGroup:
-    """Each token reads a fixed number of tokens, itself included."""
+    """Each token reads those that its window holds, which slides from token to token, or jumps from chunk to chunk."""
 
     is_state = False
 
     def __init__(self, spec: KVGroupSpec) -> None:
-        if spec.window is None or spec.window < 1:
-            raise ConfigError(f"a window group has a window of at least 1, not {spec.window}", param="window")
-        self._num_before = spec.window - 1
+        if spec.sees is None or spec.sees.size < 1:
+            raise ConfigError(f"a {spec.kind} group has a window of at least 1, not {spec.window}", param="window")
+        self._window = spec.sees
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """See KVGroupKind."""
-        return max(0, num_computed_tokens - self._num_before)
+        first: int = self._window.first(num_computed_tokens)
+        return max(0, first)
 
 
 class StateGroup:
@@ -68,6 +69,7 @@ class StateGroup:
 KV_GROUP_KINDS: Registry[Callable[[KVGroupSpec], KVGroupKind]] = Registry(
     "kv_group_kind",
     {
+        "chunked": "common.engine.kv_cache.groups:WindowGroup",
         "full": "common.engine.kv_cache.groups:FullGroup",
         "state": "common.engine.kv_cache.groups:StateGroup",
         "window": "common.engine.kv_cache.groups:WindowGroup",

@@ -1,5 +1,7 @@
 """Models whose code does not go through transformers' attention interface: in each attention module, what computes the
-attention is replaced by a call of ours. As long as the model is set to "eager", it computes with its own code."""
+attention is replaced by a call of ours. As long as the model is set to "eager", it computes with its own code.
+
+And models whose code does, but keeps something from it that the attention depends on: see `tell_layers`."""
 
 from __future__ import annotations
 
@@ -52,6 +54,39 @@ def set_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
     else:
         model.config._attn_implementation = family.attention if name == ATTENTION_NAME else name  # noqa: SLF001
+
+
+def tell_layers(model: Any) -> None:
+    """Lets the layers of Llama 4 tell their attention the size of its chunks, and count positions, by which some of
+    them scale queries, from where a packed batch has them."""
+    for module in model.modules():
+        if type(module).__name__ == "Llama4TextDecoderLayer":
+            module.register_forward_pre_hook(_tell_llama4, with_kwargs=True)
+
+
+def _tell_llama4(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    config = layer.self_attn.config
+    is_chunked = config.layer_types[layer.layer_idx] == "chunked_attention"
+    told = {
+        "past_key_values": _Positions(given["position_ids"][0]),
+        "attention_chunk_size": config.attention_chunk_size if is_chunked else None,
+    }
+    return args, given | told
+
+
+class _Positions:
+    """Stands for a cache, of which the code takes how many tokens came before."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int) -> torch.Tensor:
+        """How many came before each token but for those of the batch, [tokens]."""
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing is kept."""
+        return key, value
 
 
 def needs_positions(model: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, LatentExpansion
 from common.engine.model.parallel_layers import OwnHeads
 
@@ -72,6 +73,7 @@ def attention_args(
     expansion: LatentExpansion | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -79,7 +81,9 @@ def attention_args(
 ) -> AttentionArgs:
     """A layer's constants, of the arguments that its modelling code passes."""
     scale = head_dim**-0.5 if scaling is None else scaling
-    return AttentionArgs(scale, sliding_window, softcap, s_aux, alibi_slopes, expansion)
+    size = attention_chunk_size or sliding_window
+    window = None if size is None else Window(size, is_chunked=attention_chunk_size is not None)
+    return AttentionArgs(scale, window, softcap, s_aux, alibi_slopes, expansion)
 
 
 def paged_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.kv_groups import KVGroupSpec, Window
 from common.engine.devices.attention import KVSpec
 from common.engine.model.stages import refused
 from common.errors import ConfigError
@@ -14,17 +14,17 @@ from common.types import MAX_KV_GROUPS
 _NEARLY_EQUAL = 1.5  # times as many layers of one kind as of another
 _MOST_OF_A_KIND = 8  # groups: each has a block table, which is packed in each step
 
-GroupLayers = Callable[[KVSpec, Sequence[int | None]], tuple[KVGroupSpec, ...]]
+GroupLayers = Callable[[KVSpec, Sequence[Window | None]], tuple[KVGroupSpec, ...]]
 """Puts each layer of a model into a group; given what a layer caches, and the window of each layer."""
 
 
-def all_in_one(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec, ...]:
+def all_in_one(spec: KVSpec, windows: Sequence[Window | None]) -> tuple[KVGroupSpec, ...]:
     """One group, out of which nothing falls: windows only hide what layers do not read."""
     dtype = str(spec.dtype).removeprefix("torch.")
     return (KVGroupSpec(tuple(range(len(windows))), spec.num_kv_heads, spec.head_dim, spec.value_head_dim, dtype),)
 
 
-def by_window(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec, ...]:
+def by_window(spec: KVSpec, windows: Sequence[Window | None]) -> tuple[KVGroupSpec, ...]:
     """Groups of layers with the same window; those without one come first, as what is known of a prompt elsewhere, by
     routers and draft models, is that of the first group. A group has as many layers as there are of the rarer kind, so
     that blocks of long texts, of which all are kept where there is no window, are small; as many as of the other kind
@@ -36,14 +36,17 @@ def by_window(spec: KVSpec, windows: Sequence[int | None]) -> tuple[KVGroupSpec,
         return ()
     if len(set(windows)) == 1:
         return (whole,)
-    layers: dict[int | None, list[int]] = {}
+    layers: dict[Window | None, list[int]] = {}
     for layer, window in sorted(enumerate(windows), key=lambda each: each[1] is not None):
         layers.setdefault(window, []).append(layer)
     least, most = min(map(len, layers.values())), max(map(len, layers.values()))
     size = most if most < _NEARLY_EQUAL * least else max(least, -(-most // _MOST_OF_A_KIND))
     return tuple(
         replace(
-            whole, layers=tuple(own[first :: -(-len(own) // size)]), window=window, kind="window" if window else "full"
+            whole,
+            layers=tuple(own[first :: -(-len(own) // size)]),
+            kind="full" if window is None else "chunked" if window.is_chunked else "window",
+            window=None if window is None else window.size,
         )
         for window, own in layers.items()
         for first in range(-(-len(own) // size))

@@ -18,12 +18,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.engine.config import Kernels, ModelConfig, ParallelConfig
-from common.engine.contract.kv_groups import KVGroupSpec
+from common.engine.contract.kv_groups import KVGroupSpec, Window
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.devices.registry import DEVICES
-from common.engine.model.adapters import adapt, is_adapted
+from common.engine.model.adapters import adapt, is_adapted, tell_layers
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
@@ -362,8 +362,9 @@ def _group(
     each other. One group, too, if stages have different shares of the groups' blocks. A window that is as long as any
     text is none."""
     limit = _max_model_len(found.model.config.get_text_config())
-    own = [args.sliding_window for args in found.probed.attention_args]
-    windows = links.join([None if window is None or window >= limit else window for window in own])
+    own = [args.window for args in found.probed.attention_args]
+    joined = links.join([None if window is None or window.size >= limit else window for window in own])
+    windows = [None if window is None else Window(*window) for window in joined]
     spec = found.probed.spec
     groups = group_layers(spec, windows)
     if len(groups) <= 1 or not found.is_fusable:
@@ -414,6 +415,7 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
         else:
             model = _from_pretrained(directory, model_config, dtype)
             stage = whole_model(model)
+        tell_layers(model)
     return model.to(source.device.torch_device).eval().requires_grad_(False), stage
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,11 +45,13 @@ from common.errors import ModelLoadError
 _NUM_TOKENS = 12
 _PARTS = (range(7), range(7, 11), range(11, _NUM_TOKENS))  # of these
 _SHORT_WINDOW = 4
+_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
-_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
+_SUPPORTED_LAYER_TYPES = _WINDOWED | {"full_attention", "attention"}
 _BESIDE_STATES = frozenset({"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"})  # if modules keep states
 _KNOWN_ARGUMENTS = frozenset(
-    {"scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "dropout", "position_ids"}
+    {"scaling", "sliding_window", "attention_chunk_size", "softcap", "s_aux", "alibi_slopes", "dropout", "position_ids"}
 )
 
 
@@ -124,7 +126,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
         else:
             key, value = (torch.cat(pair, dim=2) for pair in zip(cached[module], (key, value), strict=True))
         cached[module] = key, value
-        return _attend(module, query, key, value, **arguments)
+        return _attend(query, key, value, args)
 
     is_first = True
     store, outputs_of_parts = _RecordedStates(len(states)), []
@@ -133,8 +135,9 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
     hook = StateHook(states, store)
     modules = list(model.modules())
     inputs = _inputs_of(model, stage, int(text_config.vocab_size))
-    window = getattr(text_config, "sliding_window", None)
-    hides_some = window is not None and window < getattr(text_config, "max_position_embeddings", math.inf)
+    limit = getattr(text_config, "max_position_embeddings", math.inf)
+    sizes = {name: getattr(text_config, name, None) for name in _WINDOW_SETTINGS}
+    windows = {name: size for name, size in sizes.items() if size is not None and size < limit}
     try:
         set_attention(model, ATTENTION_NAME)
         for module in modules:
@@ -149,13 +152,12 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
         set_attention(model, "eager")
         expected = _forward(model, stage, inputs)
         check_stage(model, stage)
-        if hides_some:
-            text_config.sliding_window = _SHORT_WINDOW
+        if windows:
+            _set(text_config, dict.fromkeys(windows, _SHORT_WINDOW))
             shortened = _forward(model, stage, inputs)
             set_attention(model, ATTENTION_NAME)
-            windowed = {call.module for call in calls if call.args.sliding_window is not None}
             for module in modules:
-                set_layer_attention(module, partial(_attend_shortened, windowed))
+                set_layer_attention(module, _attend_shortened)
             _check_equal(name, _forward(model, stage, inputs), shortened, spec.dtype)
     except ModelLoadError:
         raise
@@ -163,8 +165,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
         raise ModelLoadError(f"{name} cannot run with paged attention: {_first_line(error)}", param="model") from error
     finally:
         hook.remove()
-        if hides_some:
-            text_config.sliding_window = window
+        _set(text_config, windows)
         for module in modules:
             clear_layer_attention(module)
         set_attention(model, ATTENTION_NAME)
@@ -226,7 +227,11 @@ def _spec_of(
         raise ModelLoadError(f"{name} caches different shapes per layer: {sorted(shapes)}", param="model")
     own_types = [] if states else layer_types[stage.layers.start : stage.layers.stop]
     for layer, layer_type, call in zip(stage.layers, own_types, calls, strict=False):
-        if (layer_type == "sliding_attention") != (call.args.sliding_window is not None):
+        if call.args.window is None:
+            found = None
+        else:
+            found = "chunked_attention" if call.args.window.is_chunked else "sliding_attention"
+        if found != (layer_type if layer_type in _WINDOWED else None):
             raise ModelLoadError(f"{name}: layer {layer} is {layer_type} but its attention disagrees", param="model")
     num_kv_heads, head_dim, value_head_dim = shapes.pop()
     if value_head_dim > head_dim:
@@ -250,54 +255,43 @@ def _forward(model: Any, stage: Stage, inputs: torch.Tensor, first: int = 0) -> 
         return stage.forward(model, inputs, positions[None], 0).float()
 
 
-def _plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    """Causal attention of a sequence's last tokens, [1, heads, tokens, head_dim] -> [1, tokens, heads, value
-    head_dim]."""
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
+    """Causal attention of a sequence's last tokens, [1, heads, tokens, head_dim] -> [1, tokens, heads, value head_dim].
+    With an expansion, keys and values are latents and rotary parts."""
+    if args.expansion is not None:
+        key, value = (each[None] for each in args.expansion.expand(torch.cat([key, value], dim=3)[0, 0]))
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = query @ key.transpose(2, 3) * args.scale
+    if args.softcap is not None:
+        scores = torch.tanh(scores / args.softcap) * args.softcap
     num_queries, num_tokens = scores.shape[2:]
     positions = torch.arange(num_tokens, device=query.device)
-    if alibi_slopes is not None:
-        scores = scores + alibi_slopes.view(-1, 1, 1) * positions
+    if args.slopes is not None:
+        scores = scores + args.slopes.view(-1, 1, 1) * positions
     asking = positions[num_tokens - num_queries :, None]
     hidden = positions > asking
-    if sliding_window is not None:
-        hidden |= positions <= asking - sliding_window
+    if args.window is not None:
+        hidden |= positions < args.window.first(asking)
     scores = scores.masked_fill(hidden, -torch.inf)
-    if s_aux is not None:
-        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(1, -1, num_queries, 1).to(scores.dtype)], dim=-1)
+    if args.sinks is not None:
+        sinks = args.sinks.view(1, -1, 1, 1).expand(1, -1, num_queries, 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :num_tokens].to(value.dtype)
     out: torch.Tensor = weights @ value
     return out.transpose(1, 2).contiguous()
 
 
-def _attend_shortened(
-    windowed: set[torch.nn.Module], module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any
-) -> torch.Tensor:
-    window = _SHORT_WINDOW if module in windowed else None
-    return _attend(module, query, key, value, **arguments | {"sliding_window": window})
+def _attend_shortened(module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
+    args = attention_args(query.shape[3], expansion=expansion_of(module), **arguments)
+    if args.window is not None:
+        args = replace(args, window=args.window._replace(size=_SHORT_WINDOW))
+    return _attend(query, key, value, args)
 
 
-def _attend(module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
-    """Plain attention of a module, which may have latents."""
-    expansion = expansion_of(module)
-    if expansion is not None:
-        key, value = (each[None] for each in expansion.expand(torch.cat([key, value], dim=3)[0, 0]))
-    return _plain_attention(query, key, value, **arguments)
+def _set(config: Any, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(config, name, value)
 
 
 def _is_unknown(name: str, given: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionMetadata, GroupTables
 from common.engine.devices.base import Memory
 from common.engine.worker.request_table import RequestTable
@@ -48,7 +49,7 @@ class BatchPacker:
     """
 
     def __init__(
-        self, table: RequestTable, block_size: int, memory: Memory, windows: Sequence[int | None] = (None,)
+        self, table: RequestTable, block_size: int, memory: Memory, windows: Sequence[Window | None] = (None,)
     ) -> None:
         """`windows`: of each KV group. What has fallen out of one is another request's by now."""
         self._table = table
@@ -82,7 +83,7 @@ class BatchPacker:
         arrays = [table.token_ids[token_rows, positions], token_positions, layout.wanted, layout.ends]
         for block_table, own_ids, window in zip(tables, block_ids, self._windows, strict=True):
             if window is not None:
-                table.forget_fallen(block_table, rows, np.maximum(starts - (window - 1), 0) // block_size)
+                table.forget_fallen(block_table, rows, np.maximum(window.first(starts), 0) // block_size)
             arrays += [block_table[rows, :max_blocks], own_ids * block_size + offsets]
         input_ids, positions_tensor, logits_index, seq_lens, block_tables, slots, *others = self._memory.upload(arrays)
         # A block is opened by the token in its first slot. Those that the step also fills need no clearing.

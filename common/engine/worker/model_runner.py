@@ -112,7 +112,7 @@ class ModelRunner:
                 bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
                 memory=self._memory,
             )
-        windows = [group.window for group in kv_groups or loaded.kv_groups[:1]]
+        windows = [group.sees for group in kv_groups or loaded.kv_groups[:1]]
         self._packer = BatchPacker(self._table, self._block_size, self._memory, windows)
         # Layers of blocks that a group does not use; those of features are of the first.
         num_layers = loaded.kv_spec.num_layers

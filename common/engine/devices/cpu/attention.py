@@ -275,7 +275,7 @@ def supports(spec: KVSpec) -> bool:
 
 def scores_of(args: AttentionArgs) -> Scores:
     """How a layer turns queries and keys into scores."""
-    return Scores(args.scale, args.sliding_window, args.softcap, args.sinks is not None)
+    return Scores(args.scale, args.window, args.softcap, args.sinks is not None)
 
 
 def _with_sinks(call: Call, args: AttentionArgs) -> Call:

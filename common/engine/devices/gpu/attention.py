@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, HeadNorms, KVSpec, ProjectedArgs, Rotary
 from common.engine.devices.gpu.kernels.attention import attend_kernel, join_parts_kernel
 from common.engine.devices.gpu.kernels.elementwise import prepare_kernel, store_kernel
@@ -46,13 +47,13 @@ class _Kind:
 
     num_heads: int
     scale: float
-    window: int
+    window: Window  # of size 0: none
     softcap: float
     sinks: torch.Tensor | None
 
     @classmethod
     def of(cls, num_heads: int, args: AttentionArgs) -> _Kind:
-        return cls(num_heads, args.scale, args.sliding_window or 0, args.softcap or 0.0, args.sinks)
+        return cls(num_heads, args.scale, args.window or Window(0), args.softcap or 0.0, args.sinks)
 
 
 class TritonAttention:
@@ -211,7 +212,8 @@ class TritonAttention:
             ROWS=tile.rows,
             KEYS=tile.keys,
             PARTS=parts,
-            WINDOW=kind.window,
+            WINDOW=kind.window.size,
+            IS_CHUNKED=kind.window.is_chunked,
             SOFTCAP=kind.softcap,
             HAS_SINKS=kind.sinks is not None,
             FACTOR_TYPE=factor_type(query.dtype),

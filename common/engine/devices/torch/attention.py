@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata
 
 _MAX_PADDED_SHARE = 2  # a group's longest sequence has at most this many times the blocks of its shortest,
@@ -49,7 +50,7 @@ class DecodeGroup:
     end: int
     num_blocks: int  # of the longest
     max_len: int
-    by_window: dict[int | None, _Gathered] = field(default_factory=dict)
+    by_window: dict[Window | None, _Gathered] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Chunk:
     end: int
     seq_len: int
     rows: torch.Tensor | None = None
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # by window and first query token
+    masks: dict[tuple[Window | None, int], torch.Tensor] = field(default_factory=dict)  # by window and first of query
 
     @property
     def num_tokens(self) -> int:
@@ -171,9 +172,7 @@ class TorchAttention:
 
     def _attend_decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, args: AttentionArgs) -> torch.Tensor:
         """Attention of query tokens [1, sequences, heads, head_dim]."""
-        window = args.sliding_window
-        if window is not None and window >= group.max_len:
-            window = None
+        window = _within(args.window, group.max_len)
         gathered = group.by_window.get(window)
         if gathered is None:
             gathered = group.by_window[window] = self._gather_decodes(group, window)
@@ -198,7 +197,7 @@ class TorchAttention:
             weights = _softmax_with_sinks(scores, sinks.reshape(batch, -1, 1), values.dtype)
         return torch.bmm(weights, values).view(query.shape)
 
-    def _gather_decodes(self, group: DecodeGroup, window: int | None) -> _Gathered:
+    def _gather_decodes(self, group: DecodeGroup, window: Window | None) -> _Gathered:
         assert self._batch is not None
         lens = self._batch.seq_lens_tensor[group.start : group.end]  # [sequences]
         tables = self._batch.block_tables[group.start : group.end, : group.num_blocks]
@@ -207,13 +206,13 @@ class TorchAttention:
             positions = self._arange(group.num_blocks * self._block_size)
             return _Gathered(self._run_rows(tables), self._decode_mask(positions >= ends), positions, ends)
         # Read the blocks that the window touches only: at most one more than it fills.
-        width = min(group.num_blocks, -(-window // self._block_size) + 1)
-        first_blocks = torch.div((lens - window).clamp_(min=0), self._block_size, rounding_mode="floor")
+        width = min(group.num_blocks, -(-window.size // self._block_size) + 1)
+        first_blocks = torch.div(window.first(lens - 1).clamp_(min=0), self._block_size, rounding_mode="floor")
         first_blocks = first_blocks.clamp_(max=group.num_blocks - width)
         tables = tables.gather(1, first_blocks[:, None] + self._arange(width))
         first_tokens = (first_blocks * self._block_size).repeat_interleave(self._num_kv_heads)[:, None]
         positions = first_tokens + self._arange(width * self._block_size)
-        mask = self._decode_mask((positions >= ends) | (positions < ends - window))
+        mask = self._decode_mask((positions >= ends) | (positions < window.first(ends - 1)))
         return _Gathered(self._run_rows(tables), mask, positions, ends)
 
     def _decode_mask(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -247,9 +246,7 @@ class TorchAttention:
         args: AttentionArgs,
     ) -> None:
         """Attention of a chunk's tokens to keys and values of the whole sequence, [1, kv heads, seq_len, head_dim]."""
-        window = args.sliding_window
-        if window is not None and window >= chunk.seq_len:
-            window = None
+        window = _within(args.window, chunk.seq_len)
         plain = args.softcap is None and args.sinks is None and args.slopes is None
         query = query.transpose(1, 2)  # [1, heads, chunk tokens, head_dim]
         if plain and window is None and chunk.num_tokens == chunk.seq_len:
@@ -276,7 +273,7 @@ class TorchAttention:
         planes = planes[:, :, :, : chunk.seq_len]
         return planes[0], planes[-1]
 
-    def _chunk_mask(self, chunk: Chunk, window: int | None, first: int, num_rows: int) -> torch.Tensor:
+    def _chunk_mask(self, chunk: Chunk, window: Window | None, first: int, num_rows: int) -> torch.Tensor:
         """[num_rows, seq_len] of 0 or -inf for query tokens [first, first + num_rows) of the chunk."""
         mask = chunk.masks.get((window, first))
         if mask is None:
@@ -284,7 +281,7 @@ class TorchAttention:
             own = visible[:, chunk.seq_len - chunk.num_tokens + first :][:, :num_rows].transpose(0, 1)
             hidden = visible > own
             if window is not None:
-                hidden |= visible <= own - window
+                hidden |= visible < window.first(own)
             mask = chunk.masks[window, first] = torch.where(hidden, self._hidden, self._visible)
         return mask
 
@@ -302,6 +299,11 @@ class TorchAttention:
         if len(self._tokens) < length:
             self._tokens = torch.arange(max(length, 2 * len(self._tokens)), device=self._tokens.device)
         return self._tokens[:length]
+
+
+def _within(window: Window | None, length: int) -> Window | None:
+    """The window, if it hides anything of so many tokens."""
+    return None if window is None or window.size >= length else window
 
 
 def _masked_sdpa(

@@ -27,7 +27,7 @@ def check_attention(
     Raises ModelLoadError if they differ, or whatever a compiler raises."""
     checked: set[tuple[object, ...]] = set()
     for layer, (heads, layer_args) in enumerate(zip(num_heads, args, strict=True)):
-        kind = (heads, layer_args.scale, layer_args.sliding_window, layer_args.softcap, layer_args.sinks is None)
+        kind = (heads, layer_args.scale, layer_args.window, layer_args.softcap, layer_args.sinks is None)
         if kind not in checked and not _layer_agrees(backend, device, spec, layer, heads, layer_args):
             raise ModelLoadError("their attention differs from torch's", param="model")
         checked.add(kind)

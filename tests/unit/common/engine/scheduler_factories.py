@@ -80,10 +80,11 @@ BLOCK_SIZE = 4
 EOS = 2
 ONE_WINDOW = (dataclasses.replace(ONE_GROUP[0], kind="window", window=6),)
 TWO_GROUPS = (*ONE_GROUP, *ONE_WINDOW)
+WITH_CHUNKS = (*ONE_GROUP, dataclasses.replace(ONE_GROUP[0], kind="chunked", window=6))
 ALL_DRAFTS = ("none", "none", "right", "wrong", "half")
 STATE = dataclasses.replace(ONE_GROUP[0], kind="state", state_bytes=4)
 WITH_STATES = (*ONE_GROUP, STATE, STATE)
-ALL_GROUPS = (ONE_GROUP, TWO_GROUPS, ONE_WINDOW, WITH_STATES, (STATE,))
+ALL_GROUPS = (ONE_GROUP, TWO_GROUPS, ONE_WINDOW, WITH_CHUNKS, WITH_STATES, (STATE,))
 VOCAB_SIZE = 32
 
 

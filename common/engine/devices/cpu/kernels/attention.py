@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.elementwise import inverse_rms
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
@@ -53,9 +54,18 @@ class Scores:
     """How a layer turns queries and keys into scores."""
 
     scale: float
-    window: int | None = None
+    window: Window | None = None
     softcap: float | None = None
     has_sinks: bool = False
+
+    def first_seen(self, b: Builder, position: Value) -> Value:
+        """The first position that the token at `position` sees."""
+        window = self.window
+        if window is None:
+            return b.number(0)
+        if window.is_chunked:
+            return position - position % window.size
+        return b.select(position < window.size, 0, position - (window.size - 1))
 
 
 @cache
@@ -221,9 +231,7 @@ def _attend(
     seq_len = a.seq_lens.at(sequence).load()
     cache: Pointer = a.cache
     table = a.block_tables.at(sequence * a.table_width)
-    first_token = (
-        b.number(0) if scores.window is None else b.select(seq_len < scores.window, 0, seq_len - scores.window)
-    )
+    first_token = scores.first_seen(b, seq_len - 1)
 
     def keys_at(token: Value) -> Pointer:
         block = table.at(token // shape.block_size).load()

@@ -124,7 +124,7 @@ class _Rows(ABC):
         self.scores = b.scratch(self.num_keys * num_rows)  # [keys, rows]
         self.totals = b.scratch(dim * num_rows)  # of weighted values, [head_dim, rows]
         self.factors = b.scratch(num_rows)  # that shrink totals as the maximum grows
-        self._positions, self._sinks = b.scratch(num_rows), b.scratch(num_rows)
+        self._positions, self._firsts, self._sinks = (b.scratch(num_rows) for _ in range(3))
         self._maxima, self._sums = b.scratch(num_rows), b.scratch(num_rows)
         # Weights are powers of two, so that scaling a score and subtracting the maximum is one operation.
         self._power = _LOG2_E * (scores.scale if scores.softcap is None else 1.0)  # of two, for a score of 1
@@ -164,8 +164,7 @@ class _Rows(ABC):
         """The first that any row sees, or one before."""
         if self._scores.window is None:
             return self.b.number(0)
-        first = self._position(self.b.number(0)) + 1
-        first = self.b.select(first < self._scores.window, 0, first - self._scores.window)
+        first = self._scores.first_seen(self.b, self._position(self.b.number(0)))
         return first - first % self.num_keys
 
     def keys_at(self, token: Value) -> Pointer:
@@ -189,7 +188,10 @@ class _Rows(ABC):
             with b.loop(0, self.shape.head_dim * self.num_rows, MAX_LANES) as i:
                 memory.at(i).store(zero)
         with b.loop(0, self._num_valid) as row:
-            self._positions.at(row).store(b.real(self._position(row)))
+            position = self._position(row)
+            self._positions.at(row).store(b.real(position))
+            if self._scores.window is not None:
+                self._firsts.at(row).store(b.real(self._scores.first_seen(b, position)))
             if self._scores.has_sinks:
                 self._sinks.at(row).store(self.chunk.sinks.at(self.place(row)[1]).load())
         self._take_queries()
@@ -256,23 +258,24 @@ class _Rows(ABC):
 
     def _sees_all(self, first_key: Value) -> Value:
         """Whether each row sees all keys from the first on."""
-        b, window = self.b, self._scores.window
+        b = self.b
         sees_all = self._position(b.number(0)) >= first_key + (self.num_keys - 1)
-        if window is not None:
-            sees_all = sees_all & (self.end < first_key + (window + 1))
+        if self._scores.window is not None:
+            sees_all = sees_all & (first_key >= self._scores.first_seen(b, self.end - 1))
         return sees_all
 
     def _hide(self, first_key: Value) -> None:
         """Lowers scores of keys that rows do not see."""
-        b, window = self.b, self._scores.window
+        b, has_window = self.b, self._scores.window is not None
         for start in self.places:
             positions = self._positions.at(start).load(MAX_LANES)
+            firsts = self._firsts.at(start).load(MAX_LANES) if has_window else positions
             with b.loop(0, self.num_keys) as key:
                 place = self.scores.at(key * self.num_rows + start)
                 position = b.number(b.real(first_key + key), MAX_LANES)
                 visible = positions >= position
-                if window is not None:
-                    visible = visible & (positions < position + float(window))
+                if has_window:
+                    visible = visible & (position >= firsts)
                 place.store(b.select(visible, place.load(MAX_LANES), _HIDDEN))
 
     def store(self) -> None:

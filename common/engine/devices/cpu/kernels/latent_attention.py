@@ -121,8 +121,7 @@ def _attend(b: Builder, shape: LatentShape, scores: Scores, a: Any, sequence: Va
     pairs = _Pairs(b, shape) if shape.has_pairs else None
     seq_len = a.seq_lens.at(sequence).load()
     table = a.block_tables.at(sequence * a.table_width)
-    window = scores.window
-    first_token = b.number(0) if window is None else b.select(seq_len < window, 0, seq_len - window)
+    first_token = scores.first_seen(b, seq_len - 1)
 
     def latents_at(token: Value) -> Pointer:
         block = table.at(token // shape.block_size).load()
@@ -137,7 +136,7 @@ def _attend(b: Builder, shape: LatentShape, scores: Scores, a: Any, sequence: Va
         _multiply(b, shape, queries, latents, dots, next_latents)
         lane_tokens = b.lane_numbers(tile) + token
         visible = lane_tokens < seq_len
-        if window is not None:
+        if scores.window is not None:
             visible = visible & (lane_tokens >= first_token)
         with b.loop(0, group) as head:
             own = dots.at(head * tile).load(tile) * scores.scale

@@ -43,6 +43,7 @@ def attend_kernel(
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    IS_CHUNKED: tl.constexpr,  # windows begin at multiples of their size
     SOFTCAP: tl.constexpr,  # 0: none
     HAS_SINKS: tl.constexpr,
     FACTOR_TYPE: tl.constexpr,  # of what is multiplied
@@ -67,7 +68,8 @@ def attend_kernel(
         end = first_position + num_tokens
     begin = end * 0
     if WINDOW > 0:
-        begin = tl.maximum(first_position - (WINDOW - 1), 0) // KEYS * KEYS  # the same keys are taken together always
+        first_seen = _first_seen(first_position, WINDOW, IS_CHUNKED)
+        begin = tl.maximum(first_seen, 0) // KEYS * KEYS  # the same keys are taken together always
     if PARTS > 1:
         part_size = tl.cdiv(tl.cdiv(end - begin, PARTS), KEYS) * KEYS
         begin += part * part_size
@@ -101,13 +103,13 @@ def attend_kernel(
         for start in range(begin, masked_from, KEYS):
             best, total, values = _take_keys(
                 best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, False,
+                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, IS_CHUNKED, SOFTCAP, FACTOR_TYPE, False,
             )  # fmt: skip
     MASKED_KEYS: tl.constexpr = KEYS if KEYS <= 64 else 64  # masks take registers
     for start in range(masked_from, end, MASKED_KEYS):
         best, total, values = _take_keys(
             best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, MASKED_KEYS, WINDOW, SOFTCAP, FACTOR_TYPE, True,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, MASKED_KEYS, WINDOW, IS_CHUNKED, SOFTCAP, FACTOR_TYPE, True,
         )  # fmt: skip
 
     is_stored = is_row[:, None] & is_dim[None, :]
@@ -123,11 +125,17 @@ def attend_kernel(
 
 
 @triton.jit
+def _first_seen(positions, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr):
+    """The first position in the windows of tokens; may be below 0."""
+    return positions // WINDOW * WINDOW if IS_CHUNKED else positions - (WINDOW - 1)
+
+
+@triton.jit
 def _take_keys(
     best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FACTOR_TYPE: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    FACTOR_TYPE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The next KEYS keys, from `start` on, of those before `end`."""
     tokens = start + tl.arange(0, KEYS)
@@ -153,7 +161,7 @@ def _take_keys(
     if IS_MASKED:
         is_seen = is_token[None, :] & (tokens[None, :] <= positions[:, None])
         if WINDOW > 0:
-            is_seen = is_seen & (tokens[None, :] > positions[:, None] - WINDOW)
+            is_seen = is_seen & (tokens[None, :] >= _first_seen(positions, WINDOW, IS_CHUNKED)[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1) * factor)
     if IS_MASKED:

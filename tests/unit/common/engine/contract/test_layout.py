@@ -167,6 +167,7 @@ def test_a_digest_stands_for_all_of_the_layout():
         replace(LAYOUT, layers_by_stage=(1, 1)),
         KVLayout(16, (replace(FULL, layers=(0, 1)), replace(WINDOW, layers=(2, 3)))),
         KVLayout(16, (FULL, replace(WINDOW, window=64))),
+        KVLayout(16, (FULL, replace(WINDOW, kind="chunked"))),
     ]
     digests = [layout.digest for layout in layouts]
     assert len(set(digests)) == len(layouts)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata
 from common.engine.devices.cpu.attention import CpuAttention
 from common.engine.devices.torch.attention import _MAX_SCORES, TorchAttention
@@ -28,7 +29,7 @@ def naive(query, keys, values, args):
     first = len(keys) - len(query)
     for i in range(len(query)):
         position = first + i
-        start = 0 if args.sliding_window is None else max(0, position - args.sliding_window + 1)
+        start = first_seen(position, args.window)
         for head in range(NUM_HEADS):
             seen = slice(start, position + 1)
             scores = keys[seen, head // GROUPS].double() @ query[i, head].double() * args.scale
@@ -39,6 +40,12 @@ def naive(query, keys, values, args):
             total = scores.exp().sum() + (0.0 if args.sinks is None else args.sinks[head].double().exp())
             out[i, head] = (scores.exp() / total) @ values[seen, head // GROUPS].double()
     return out
+
+
+def first_seen(position, window):
+    if window is None:
+        return 0
+    return position // window.size * window.size if window.is_chunked else max(0, position - window.size + 1)
 
 
 class Sequence:
@@ -110,11 +117,12 @@ def packed(sequences, spans, name):
 
 ARGS = {
     "plain": AttentionArgs(scale=0.3),
-    "window": AttentionArgs(scale=0.3, sliding_window=6),
-    "window-1": AttentionArgs(scale=0.3, sliding_window=1),
+    "window": AttentionArgs(scale=0.3, window=Window(6)),
+    "window-1": AttentionArgs(scale=0.3, window=Window(1)),
+    "chunked": AttentionArgs(scale=0.3, window=Window(6, is_chunked=True)),
     "softcap": AttentionArgs(scale=0.9, softcap=2.0),
     "sinks": AttentionArgs(scale=0.3, sinks=torch.linspace(-1, 1, NUM_HEADS)),
-    "everything": AttentionArgs(scale=0.9, softcap=2.0, sliding_window=5, sinks=torch.linspace(-1, 1, NUM_HEADS)),
+    "everything": AttentionArgs(scale=0.9, softcap=2.0, window=Window(5), sinks=torch.linspace(-1, 1, NUM_HEADS)),
 }
 STEPS = {
     "one": [[(0, 9)], [(9, 10)], [(10, 11)]],
@@ -170,11 +178,11 @@ def check_equals_naive(name, steps, args):
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [None, Window(6), Window(6, is_chunked=True)])
 def test_alibi_of_torchs_operators(steps, window):
     """No kernel has it."""
     slopes = torch.linspace(0.05, 0.9, NUM_HEADS)
-    check_equals_naive("torch", STEPS[steps], AttentionArgs(scale=0.3, sliding_window=window, slopes=slopes))
+    check_equals_naive("torch", STEPS[steps], AttentionArgs(scale=0.3, window=window, slopes=slopes))
 
 
 def test_a_long_chunk_is_masked_in_parts(monkeypatch):

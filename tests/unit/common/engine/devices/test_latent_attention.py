@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, LatentExpansion
 from common.engine.devices.cpu.latent_attention import CpuLatentAttention
 from common.engine.devices.torch.attention import chunks_of
@@ -22,8 +23,8 @@ STEPS = [
 ]
 ARGS = {
     "plain": {},
-    "window": {"sliding_window": 6},
-    "everything": {"softcap": 2.0, "sliding_window": 5, "sinks": torch.linspace(-1, 1, 4)},
+    "window": {"window": Window(6)},
+    "everything": {"softcap": 2.0, "window": Window(5), "sinks": torch.linspace(-1, 1, 4)},
 }
 
 
@@ -50,8 +51,8 @@ def naive(sequence: Sequence, span: tuple[int, int], args: AttentionArgs) -> tor
         scores = args.softcap * torch.tanh(scores / args.softcap)
     positions = torch.arange(end)
     hidden = positions > positions[start:, None]
-    if args.sliding_window is not None:
-        hidden |= positions <= positions[start:, None] - args.sliding_window
+    if args.window is not None:
+        hidden |= positions <= positions[start:, None] - args.window.size
     scores = scores.masked_fill(hidden, -torch.inf)
     total = scores.exp().sum(dim=2, keepdim=True)
     if args.sinks is not None:

@@ -15,6 +15,7 @@ from tests.unit.common.engine.scheduler_factories import BLOCK_SIZE
 
 (FULL,) = ONE_GROUP
 WINDOW = replace(FULL, kind="window", window=6)
+CHUNKED = replace(FULL, kind="chunked", window=6)
 STATE = replace(FULL, kind="state", state_bytes=8)
 PROMPT = list(range(100, 130))
 
@@ -57,6 +58,12 @@ def test_an_unknown_kind_is_named():
 def test_what_falls_out_of_a_window(num_computed, first):
     """The next token reads itself and 5 before it."""
     assert make_groups().first_spans(num_computed) == [0, first]
+
+
+@pytest.mark.parametrize(("num_computed", "first"), [(0, 0), (5, 0), (6, 1), (11, 1), (12, 3), (17, 3), (18, 4)])
+def test_what_falls_out_of_a_chunk(num_computed, first):
+    """The next token reads itself and those before it down to a multiple of 6."""
+    assert make_groups(FULL, CHUNKED).first_spans(num_computed) == [0, first]
 
 
 def test_keys_tell_the_group():
@@ -135,6 +142,26 @@ def test_the_hit_is_shortened_until_all_groups_have_it():
     assert len(kv.find_cached_prefix(make_request("b", PROMPT))) == 5
     kv._pool.forget([kv._pool.find(request.block_hashes[2])])
     assert len(kv.find_cached_prefix(make_request("c", PROMPT))) == 2
+
+
+@pytest.mark.parametrize(
+    ("absent", "num_found"),  # blocks of the first group, and of that with chunks
+    [
+        (([], [4, 5]), 7),  # chunks begin at tokens 24,
+        (([], [4, 5, 6]), 6),
+        (([5], []), 5),  # 18,
+        (([5], [4]), 4),
+        (([5], [0, 1, 2, 3, 4]), 3),  # and 12
+    ],
+)
+def test_a_hit_needs_the_blocks_of_the_chunk_that_the_next_token_is_in(absent, num_found):
+    """None where a chunk begins: after 6 blocks, and after 3."""
+    kv = make_manager(41, FULL, CHUNKED)
+    request = make_request("a", PROMPT)
+    compute(kv, request)
+    for group, spans in enumerate(absent):
+        kv._pool.forget([kv._pool.find(group_key(request.block_hashes[span], group)) for span in spans])
+    assert len(kv.find_cached_prefix(make_request("b", PROMPT))) == num_found
 
 
 def test_a_hit_after_a_long_chunk_is_where_the_window_was():
@@ -235,7 +262,9 @@ def test_a_broken_restore_is_used_where_no_group_has_a_hole(first, num_valid, us
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.sampled_from([(FULL, WINDOW), (WINDOW,), (WINDOW, replace(FULL, kind="window", window=3), FULL)]),
+    st.sampled_from(
+        [(FULL, WINDOW), (WINDOW,), (WINDOW, replace(FULL, kind="window", window=3), FULL), (FULL, CHUNKED)]
+    ),
     st.lists(
         st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=22), st.integers(1, 9), st.booleans()), max_size=14
     ),

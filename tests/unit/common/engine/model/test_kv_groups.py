@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import KVSpec
 from common.engine.kv_cache import KVGroups, create_kv_cache_manager
 from common.engine.model.kv_groups import by_window, share_blocks
 from tests.unit.common.engine.kv_cache.test_kv_cache_manager import make_request
 
 SPEC = KVSpec(1, 2, 16, 16, torch.float32)
-FULL, WINDOW = None, 1024
+FULL, WINDOW, CHUNKED = None, Window(1024), Window(8192, is_chunked=True)
 
 
-def every(number: int, num_layers: int) -> list[int | None]:
+def every(number: int, num_layers: int, window: Window = WINDOW) -> list[Window | None]:
     """Each so-manieth layer has no window, as in Gemma 3 with 6."""
-    return [FULL if layer % number == number - 1 else WINDOW for layer in range(num_layers)]
+    return [FULL if layer % number == number - 1 else window for layer in range(num_layers)]
 
 
 @pytest.mark.parametrize(
@@ -33,21 +34,22 @@ def every(number: int, num_layers: int) -> list[int | None]:
         ([FULL] * 12 + [WINDOW] * 5, ([4, 4, 4], [5])),
         ([FULL] * 6 + [WINDOW] * 5, ([6], [5])),  # nearly as many
         (every(40, 40), ([1], [5] * 7 + [4])),  # not forty
+        (every(4, 48, CHUNKED), ([12], [12] * 3)),  # Llama 4
     ],
 )
 def test_groups_have_as_many_layers_as_there_are_of_the_rarer_kind(
-    windows: list[int | None], sizes: tuple[list[int], list[int]]
+    windows: list[Window | None], sizes: tuple[list[int], list[int]]
 ) -> None:
     groups = by_window(SPEC, windows)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
-    assert all({windows[layer] for layer in group.layers} == {group.window} for group in groups) or len(groups) == 1
-    found = [[len(group.layers) for group in groups if group.kind == kind] for kind in ("full", "window")]
+    assert all({windows[layer] for layer in group.layers} == {group.sees} for group in groups) or len(groups) == 1
+    found = [[len(group.layers) for group in groups if (group.kind == "full") == is_full] for is_full in (True, False)]
     assert found == list(sizes)
-    assert [group.kind for group in groups] == ["full"] * len(sizes[0]) + ["window"] * len(sizes[1])
+    assert [group.kind == "full" for group in groups] == [True] * len(sizes[0]) + [False] * len(sizes[1])
     assert share_blocks(groups, [range(len(windows))]) == (max(map(len, (group.layers for group in groups))),)
 
 
-def num_sequences(num_tokens: int, windows: list[int | None], num_layers_of_pool: int, *, by_group: bool) -> int:
+def num_sequences(num_tokens: int, windows: list[Window | None], num_layers_of_pool: int, *, by_group: bool) -> int:
     """How many sequences are held once they are computed, in a pool of so many blocks of one layer."""
     groups = by_window(SPEC, windows if by_group else [FULL] * len(windows))
     num_blocks = num_layers_of_pool // share_blocks(groups, [range(len(windows))])[0] + 1  # and the null block

@@ -3,6 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
+from common.engine.contract.kv_groups import Window
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import whole_model
@@ -87,7 +88,7 @@ def test_a_window_of_which_the_attention_is_not_told_is_refused():
 def test_windows_are_found(name):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(name), attn_implementation=ATTENTION_NAME).eval()
     args = probe_model(model, whole_model(model)).attention_args
-    assert SLIDING_WINDOW in {each.sliding_window for each in args} <= {None, SLIDING_WINDOW}
+    assert Window(SLIDING_WINDOW) in {each.window for each in args} <= {None, Window(SLIDING_WINDOW)}
     assert model.config.sliding_window == SLIDING_WINDOW
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.cpu.kernels.attention import CacheShape, Scores
 from common.engine.devices.cpu.kernels.chunk_attention import (
     can_attend_chunks,
@@ -18,7 +19,13 @@ from common.engine.devices.cpu.kernels.tiles import has_tiles
 
 NUM_LAYERS, LAYER = 2, 1
 PLAIN = Scores(0.125)
-SCORES = [PLAIN, Scores(0.2, window=7), Scores(0.1, softcap=5.0), Scores(0.3, window=70, has_sinks=True)]
+SCORES = [
+    PLAIN,
+    Scores(0.2, window=Window(7)),
+    Scores(0.1, softcap=5.0),
+    Scores(0.3, window=Window(70), has_sinks=True),
+    Scores(0.2, window=Window(21, is_chunked=True)),
+]
 CHUNKS = [(1, 1), (5, 5), (40, 40), (1, 77), (70, 133), (33, 300)]  # query tokens, tokens of the sequence
 STEEP = Scores(1.5)  # maxima grow by more than what weights are kept relative to
 QUICK = [
@@ -27,6 +34,7 @@ QUICK = [
     (128, 32, 1, 4, SCORES[3]),
     (96, 48, 2, 1, SCORES[1]),
     (64, 16, 1, 7, SCORES[2]),
+    (64, 16, 1, 3, SCORES[4]),
 ]
 ALL = list(itertools.product([32, 64, 96, 128, 256], [16, 48, 128], [2], [1, 3, 8], SCORES))
 VARIANTS = [
@@ -96,7 +104,8 @@ def attend(query, keys, values, scores, sinks):
     own, others = torch.arange(seq_len - num_tokens, seq_len)[:, None], torch.arange(seq_len)
     hidden = others > own
     if scores.window is not None:
-        hidden |= others <= own - scores.window
+        size, is_chunked = scores.window
+        hidden |= others < (own // size * size if is_chunked else own - size + 1)
     logits.masked_fill_(hidden, -torch.inf)
     if scores.has_sinks:
         extra = sinks.double().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_tokens, 1)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.cpu.kernels.attention import CacheShape, Scores, decode_kernel
 from common.engine.devices.cpu.kernels.compiled import Call
 from common.engine.devices.cpu.kernels.language import element_type_of
@@ -12,13 +13,20 @@ from common.engine.devices.cpu.kernels.language import element_type_of
 NUM_LAYERS, LAYER = 2, 1
 LENGTHS = [57, 33, 16, 2, 1]
 PLAIN = Scores(0.125)
-SCORES = [PLAIN, Scores(0.2, window=7), Scores(0.1, softcap=5.0), Scores(0.3, window=40, has_sinks=True)]
+SCORES = [
+    PLAIN,
+    Scores(0.2, window=Window(7)),
+    Scores(0.1, softcap=5.0),
+    Scores(0.3, window=Window(40), has_sinks=True),
+    Scores(0.2, window=Window(20, is_chunked=True)),
+]
 QUICK = [
     (torch.float32, 64, 16, 2, 3, PLAIN),
     (torch.bfloat16, 128, 16, 1, 4, SCORES[3]),
     (torch.float32, 80, 48, 2, 1, SCORES[1]),
     (torch.bfloat16, 8, 1, 1, 8, SCORES[2]),
     (torch.float32, 6, 2, 1, 7, SCORES[3]),
+    (torch.float32, 64, 16, 1, 2, SCORES[4]),
 ]
 ALL = [
     *itertools.product([torch.float32, torch.bfloat16], [64, 128], [1, 4, 16, 48, 128], [2], [1, 3, 4, 16], SCORES),
@@ -75,7 +83,8 @@ def softmax_attention(query, cached, length, sinks, scores):
     if scores.softcap is not None:
         logits = torch.tanh(logits / scores.softcap) * scores.softcap
     if scores.window is not None:
-        logits[:, : max(0, length - scores.window)] = -torch.inf
+        size, is_chunked = scores.window
+        logits[:, : (length - 1) // size * size if is_chunked else max(0, length - size)] = -torch.inf
     extra = sinks[:, None] if scores.has_sinks else torch.full((len(query), 1), -torch.inf)
     weights = torch.softmax(torch.cat([logits, extra], dim=1), dim=1)[:, :-1]
     return torch.einsum("ht,htd->hd", weights, values)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, HeadNorms, ProjectedArgs, Rotary
 from common.engine.devices.torch.attention import TorchAttention
 
@@ -15,14 +16,19 @@ NUM_LAYERS, LAYER, NUM_BLOCKS = 2, 1, 96
 SPANS = [(56, 57), (32, 33), (15, 16), (0, 1), (20, 70), (0, 33), (16, 18)]
 ARGS = {
     "plain": AttentionArgs(0.125),
-    "window": AttentionArgs(0.2, sliding_window=7),
+    "window": AttentionArgs(0.2, window=Window(7)),
+    "chunked": AttentionArgs(0.2, window=Window(21, is_chunked=True)),
     "softcap": AttentionArgs(0.1, softcap=5.0),
-    "window and sinks": AttentionArgs(0.3, sliding_window=40, sinks=torch.linspace(-1, 2, 64)),
+    "window and sinks": AttentionArgs(0.3, window=Window(40), sinks=torch.linspace(-1, 2, 64)),
 }
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.005}
 DTYPES = list(TOLERANCE)
 # dtype, head_dim, block_size, KV heads, query heads for each, arguments
-QUICK = [(torch.float32, 64, 16, 2, 3, "plain"), (torch.bfloat16, 80, 48, 1, 8, "window and sinks")]
+QUICK = [
+    (torch.float32, 64, 16, 2, 3, "plain"),
+    (torch.bfloat16, 80, 48, 1, 8, "window and sinks"),
+    (torch.float32, 64, 16, 1, 2, "chunked"),
+]
 SHAPES = [
     *itertools.product(DTYPES, [64, 128], [16, 32, 128], [2], [1, 4, 7, 16], ARGS),
     *itertools.product(DTYPES, [80, 96, 256], [16, 48], [1], [1, 2, 8], ARGS),
