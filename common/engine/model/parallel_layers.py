@@ -45,6 +45,11 @@ class CutEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.first = first
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rank's rows. The code of some models asks for their device."""
+        return self.local.weight
+
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., size]"""
         return self.collect(self.local(rows_of_part(token_ids, self.first, len(self.local.weight) - 1)))

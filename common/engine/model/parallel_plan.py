@@ -10,6 +10,7 @@ A plan names a style for layers by patterns of their names:
 | rowwise_split_input | a part of the inputs, all of which it gets | summed over the ranks |
 | embedding_rowwise | a part of the tokens | summed over the ranks |
 | packed_colwise | a part of the gates, and the same part of what they let through, of each expert | its part |
+| packed_rowwise | the same, of weights by which code multiplies from the right, as Llama 4's does | its part |
 | moe_tp_experts | experts with such parts | summed over the ranks |
 | grouped_gemm | with `enable_expert_parallel`, some of the experts, whole | summed over the ranks |
 | replicated_with_grad_allreduce, replicate, mla_kv_a_proj | all of it | whole |
@@ -35,6 +36,12 @@ _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "mla_kv_a_pro
 _TAKES_ALL_HEADS = frozenset({"colwise_gather_output", "rowwise_split_input"})
 _KV_PROJECTIONS = frozenset({"k_proj", "v_proj"})
 _EXPERTS = "moe_tp_experts"
+_OF_EXPERTS = {  # the dimension that is cut, and its runs: those of gates and of what they let through
+    "packed_colwise": (1, 2),
+    "rowwise": (2, 1),
+    "packed_rowwise": (2, 2),  # of weights by which code multiplies from the right, as is the next
+    "colwise": (1, 1),
+}
 WHOLE_EXPERTS = "grouped_gemm"  # the style of experts that are cut whole
 _CUTS_LAYERS = frozenset({"rowwise", "rowwise_split_input", _EXPERTS})
 
@@ -196,7 +203,7 @@ def _is_supported(model: Any, layer: str, planned: object, style: str) -> bool:
     if style == _EXPERTS:
         return isinstance(planned, nn.Module)
     if isinstance(planned, nn.Parameter):
-        return planned.dim() == 3 and style in ("packed_colwise", "rowwise")
+        return planned.dim() == 3 and style in _OF_EXPERTS
     return type(planned) is nn.Linear and style in ("colwise", "rowwise", *_TAKES_ALL_HEADS)
 
 
@@ -245,9 +252,9 @@ def _part(model: Any, layer: str, style: str, heads: Heads, rank: int) -> Part:
 
 
 def _part_of_experts(weights: nn.Parameter, name: str, style: str, rank: int, size: int) -> Part:
-    """Cuts weights of [experts, gates and what they let through, hidden size], or [experts, hidden size, what came
-    through]."""
-    dim, runs = (1, 2) if style == "packed_colwise" else (2, 1)
+    """Cuts the width of each expert in weights [experts, outputs, inputs], or, by which code multiplies from the right,
+    [experts, inputs, outputs]."""
+    dim, runs = _OF_EXPERTS[style]
     width = weights.shape[dim] // runs
     if width % size:
         raise refused(f"{size} ranks cannot share the width of {width} of {name} evenly")

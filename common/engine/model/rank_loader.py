@@ -68,7 +68,8 @@ def load_rank(
     )
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    with _WeightFiles(weight_files, conversions) as files:
+    prefix = model.base_model_prefix  # of the language model, in a checkpoint that has others beside it
+    with _WeightFiles(weight_files, conversions, "" if hasattr(model, prefix) else f"{prefix}.") as files:
         _fill(model, files, plan)
     (ranks if experts is None else experts.ranks).wait_for_all()
     for layer, part in plan.layers.items():
@@ -188,9 +189,13 @@ class _Stored(NamedTuple):
 class _WeightFiles:
     """Safetensors files, of which tensors are read in parts, by the model's names."""
 
-    def __init__(self, paths: Sequence[Path], conversions: Sequence[WeightRenaming | WeightConverter]) -> None:
+    def __init__(
+        self, paths: Sequence[Path], conversions: Sequence[WeightRenaming | WeightConverter], prefix: str
+    ) -> None:
+        """`prefix`: of the model's names in the files, if they have it."""
         self._paths = paths
         self._conversions = conversions
+        self._prefix = prefix
         self._stack = contextlib.ExitStack()
         self._file_of: dict[str, Any] = {}
         self._stored: dict[str, _Stored] = {}
@@ -200,7 +205,7 @@ class _WeightFiles:
             file = self._stack.enter_context(safe_open(path, framework="pt"))
             self._file_of.update(dict.fromkeys(file.keys(), file))
         for name in sorted(self._file_of, key=dot_natural_key):  # experts by their numbers
-            own_name, own_pattern, patterns = name, "", [""]
+            own_name, own_pattern, patterns = name.removeprefix(self._prefix), "", [""]
             for conversion in self._conversions:
                 own_name, pattern = conversion.rename_source_key(own_name)
                 if pattern is not None and isinstance(conversion, WeightConverter):

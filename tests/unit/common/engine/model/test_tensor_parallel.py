@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common.demo_model import demo_model_path
 from common.engine.config import ModelConfig
 from common.engine.model.loader import load_model
+from tests.architectures.models import model_dir
 from tests.tiny_models import (
     TINY_MODELS,
     prompt_of,
@@ -256,8 +257,20 @@ def test_norms_over_all_heads_and_latent_attention(run, tmp_path, config, settin
         assert answer["tokens"] == expected_of(directory)
 
 
+def test_experts_multiplied_from_the_right_and_a_language_model_among_others(run, tmp_path):
+    """As in the checkpoints of Llama 4."""
+    directory = model_dir("llama4_text")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    weights = {f"language_model.{name}": weight for name, weight in load_file(directory / "model.safetensors").items()}
+    weights["vision_model.scale"] = weights["language_model.lm_head.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    for answer in run(2, tmp_path):
+        assert answer["tokens"] == expected_of(directory)
+        assert answer["layout"] == [2, 2]
+
+
 def test_a_plan_that_is_not_supported_is_refused(error_of, tmp_path):
-    directory = saved(tmp_path, tiny_config("Llama4TextConfig", num_local_experts=2, intermediate_size_mlp=32))
+    directory = saved(tmp_path, tiny_config("GraniteSWAConfig"))
     error, param, message = error_of(2, directory)
     assert (error, param) == ("ConfigError", "tensor_parallel_size")
     assert "has style" in message
