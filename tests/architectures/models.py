@@ -219,6 +219,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
         "intermediate_size_mlp": 96,
     },
+    "xglm": {"attention_heads": 4},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # of which two share weights
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 

@@ -182,6 +182,20 @@ def _mpt(module: Any, hidden: torch.Tensor, position_bias: torch.Tensor, **_: An
     return module.out_proj(out.flatten(2)), weights
 
 
+def _openai_gpt(module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+    parts = module.c_attn(hidden).split(module.split_size, dim=2)
+    query, key, value = (each.view(1, hidden.shape[1], module.n_head, -1).transpose(1, 2) for each in parts)
+    out = paged_attention(module, query, key, value, scaling=None if module.scale else 1.0)[0]
+    return [module.c_proj(out.flatten(2))]
+
+
+def _xglm(module: Any, hidden: torch.Tensor, **_: Any) -> Any:
+    parts = (project(hidden) for project in (module.q_proj, module.k_proj, module.v_proj))
+    query, key, value = (each.view(1, -1, module.num_heads, module.head_dim).transpose(1, 2) for each in parts)
+    out, weights = paged_attention(module, query, key, value, scaling=module.scaling)
+    return module.out_proj(out.flatten(2)), weights
+
+
 def _local_window(module: Any, config: Any) -> int | None:
     return int(config.window_size) if module.attention_type == "local" else None
 
@@ -194,4 +208,6 @@ _FAMILIES = {
     "gpt_neox_japanese": _core(lambda module: 1 / float(module.norm_factor)),
     "gptj": _core(lambda module: 1 / float(module.scale_attn)),
     "mpt": _forward("MptAttention", _mpt, attention=_WITH_MASK, needs_positions=False),
+    "openai-gpt": _forward("Attention", _openai_gpt),
+    "xglm": _forward("XGLMAttention", _xglm),
 }

@@ -14,17 +14,19 @@ from torch.nn import functional
 
 _NAME = "mamba_selective_scan"
 _CHUNK = 64  # tokens, whose states are in memory at once
-_STATE: ContextVar[torch.Tensor | None] = ContextVar("state", default=None)  # [texts, channels, state size]
+_STATES: ContextVar[Iterator[torch.Tensor] | None] = ContextVar("states", default=None)  # of scans to come
 
 
 @contextmanager
 def scan_from_state(state: torch.Tensor | None) -> Iterator[None]:
-    """Lets scans within begin from `state`; None: from zeros."""
-    token = _STATE.set(state)
+    """Lets scans within begin from `state` [texts, channels, size], or, as each head of Zamba is scanned by itself, in
+    turn from those of [texts, heads, channels, size]; None: from zeros."""
+    heads = state[:, None] if state is not None and state.dim() == 3 else state
+    token = _STATES.set(None if heads is None else (heads[:, head] for head in range(heads.shape[1])))
     try:
         yield
     finally:
-        _STATE.reset(token)
+        _STATES.reset(token)
 
 
 def replace_scan(module: nn.Module) -> None:
@@ -55,9 +57,11 @@ def selective_scan(
     if delta_softplus:
         dt = functional.softplus(dt)
     inputs = dt.float() * hidden_states.float()
-    state = _STATE.get()
-    if state is None:
+    states_before = _STATES.get()
+    if states_before is None:
         state = torch.zeros(*hidden_states.shape[:2], A.shape[1], dtype=torch.float32, device=A.device)
+    else:
+        state = next(states_before)
     outputs = torch.empty_like(inputs)
     for first in range(0, hidden_states.shape[2], _CHUNK):
         part = slice(first, first + _CHUNK)

@@ -37,3 +37,14 @@ def test_a_scan_from_a_state_on_is_that_of_the_whole_text(split: int) -> None:
     assert state is not None
     torch.testing.assert_close(torch.cat(outputs, dim=-1), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
+
+
+def test_scans_of_heads_begin_from_their_states_in_turn() -> None:
+    states = torch.randn(NUM_TEXTS, 3, NUM_CHANNELS, SIZE)
+    nothing, written = torch.zeros(NUM_TEXTS, NUM_CHANNELS, 1), torch.ones(NUM_TEXTS, SIZE, 1)
+    decays = -torch.ones(NUM_CHANNELS, SIZE)
+    with scan_from_state(states):
+        after = [
+            selective_scan(nothing, nothing, decays, written, written, return_last_state=True)[1] for _ in range(3)
+        ]
+    assert torch.equal(torch.stack(after, dim=1), states)
