@@ -188,5 +188,5 @@ def padded(size: int) -> int:
 def supports_latents(device: torch.device, spec: KVSpec, args: Sequence[AttentionArgs]) -> bool:
     """True if the kernel can work on what a model caches."""
     are_latents = bool(args) and all(each.expansion is not None for each in args)
-    is_plain = all(each.sliding_window is None and each.softcap is None and each.sinks is None for each in args)
+    is_plain = all(each.window is None and each.softcap is None and each.sinks is None for each in args)
     return runs_on(device) and are_latents and is_plain and spec.head_dim <= _MAX_DIM
