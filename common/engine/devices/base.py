@@ -20,6 +20,7 @@ from common.engine.devices.attention import AttentionArgs, AttentionBackend, KVS
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedDecodes
 from common.engine.devices.operators import Operators
 from common.engine.devices.ranks import Ranks
+from common.engine.devices.recurrences import Recurrences
 from common.engine.kv_connector import Fences
 from common.engine.quantization.base import QuantizedLinear
 from common.engine.sampling.draws import Draws, Penalties
@@ -119,6 +120,9 @@ class Device(Protocol):
     def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
         """Attention over the KV cache, by what was found to work for the model; a ProjectionAttention if it is
         fused."""
+
+    def recurrences(self) -> Recurrences | None:
+        """Steps of layers with a state; None if there are none, or kernels are off."""
 
     def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> RowSampler | None:
         """Returns the sampler of logits of this type; None if there is none, or kernels are off."""

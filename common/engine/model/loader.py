@@ -22,6 +22,7 @@ from common.engine.contract.kv_groups import KVGroupSpec, Window
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
 from common.engine.devices.ranks import OneRank, Ranks
+from common.engine.devices.recurrences import NoKernelError, Recurrences
 from common.engine.devices.registry import DEVICES
 from common.engine.model.adapters import adapt, is_adapted, tell_layers
 from common.engine.model.attention_hook import ATTENTION_NAME
@@ -30,7 +31,7 @@ from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder, has_known_parts
 from common.engine.model.kv_groups import GroupLayers, all_in_one, by_window, share_blocks
 from common.engine.model.parallel_plan import Place, heads_of, refused
-from common.engine.model.probe import ProbedModel, probe_model
+from common.engine.model.probe import ProbedModel, check_recurrences, probe_model
 from common.engine.model.rank_loader import load_rank, outline_of
 from common.engine.model.ranks import together
 from common.engine.model.stage_links import OneStage, StageLinks
@@ -77,6 +78,7 @@ class LoadedModel:
     directory: Path
     layers_by_stage: tuple[int, ...]  # see KVLayout
     state_layers: Sequence[StateLayer] = ()  # in layer order
+    recurrences: Recurrences | None = None  # kernels by which these decode
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
 
@@ -133,6 +135,7 @@ def load_model(
         layers_by_stage=layers_by_stage if links.num_stages > 1 else (),
         attention_modules=[] if found.decoder else probed.attention_modules,
         state_layers=probed.state_layers,
+        recurrences=found.recurrences,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
@@ -308,6 +311,7 @@ class _Probed(NamedTuple):
     kernels: Kernels
     kernels_failed: bool
     is_fusable: bool  # whatever the device can do
+    recurrences: Recurrences | None = None
 
 
 def _load_and_probe(source: _Source) -> _Probed:
@@ -351,7 +355,17 @@ def _load_and_probe(source: _Source) -> _Probed:
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
             _warn_of_kernels(error)
             failed = True
-    return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed, is_fusable)
+    recurrences = device.recurrences() if probed.state_layers and not failed else None
+    if recurrences is not None:
+        try:
+            check_recurrences(model, stage, probed, recurrences)
+        except NoKernelError as error:
+            logger.info("decoding with torch's operators, as there are no kernels for %s", error)
+            recurrences = None
+        except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
+            _warn_of_kernels(error)
+            failed, recurrences = True, None
+    return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed, is_fusable, recurrences)
 
 
 def _group(

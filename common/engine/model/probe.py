@@ -1,6 +1,6 @@
 """Finds out what a loaded model caches, and whether our attention computes the same as its own.
 
-A few tokens are computed twice: at once with transformers' own code, and in parts, the last of one token, through a
+A few tokens are computed twice: at once with transformers' own code, and in parts, the last two of one token, through a
 recording attention function that computes plain causal attention from the arguments that we know and from the keys and
 values of all parts, and with the states of layers that keep one. The recording gives the attention modules in layer
 order and the shapes of keys, values and states; equal logits prove that the known arguments, the KV and the states
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from common.engine.devices.attention import AttentionArgs, KVSpec
+from common.engine.devices.recurrences import Recurrences
 from common.engine.model.adapters import needs_positions, set_attention
 from common.engine.model.attention_hook import (
     ATTENTION_NAME,
@@ -29,7 +30,6 @@ from common.engine.model.attention_hook import (
     set_layer_attention,
 )
 from common.engine.model.latents import Latents
-from common.engine.model.scan import replace_scan
 from common.engine.model.stages import Stage, check_stage, device_of
 from common.engine.model.states import (
     StateBatch,
@@ -43,7 +43,7 @@ from common.engine.model.states import (
 from common.errors import ModelLoadError
 
 _NUM_TOKENS = 12
-_PARTS = (range(7), range(7, 11), range(11, _NUM_TOKENS))  # of these
+_PARTS = (range(6), range(6, 10), range(10, 11), range(11, _NUM_TOKENS))  # of these; the last two are decodes
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
@@ -97,6 +97,24 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     return probed
 
 
+def check_recurrences(model: Any, stage: Stage, probed: ProbedModel, recurrences: Recurrences) -> None:
+    """Computes the parts with states that `recurrences` write. Raises ModelLoadError if the results differ, and
+    whatever `recurrences` raise."""
+    states = state_modules(model)
+    hook = StateHook(states, _RecordedStates(len(states)), recurrences)
+    attention = _CachedAttention()
+    modules = list(model.modules())
+    try:
+        for module in modules:
+            set_layer_attention(module, attention)
+        outputs = torch.cat([_forward_part(model, stage, probed.inputs, part, hook) for part in _PARTS])
+    finally:
+        hook.remove()
+        for module in modules:
+            clear_layer_attention(module)
+    probed.check(type(model).__name__, outputs)
+
+
 def _probe(model: Any, stage: Stage) -> ProbedModel:
     name = type(model).__name__
     text_config = model.config.get_text_config()
@@ -109,7 +127,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
     if needs_positions(model) and not states and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelLoadError(f"{name} takes no positions, so that a prompt cannot be computed in parts", param="model")
     calls: list[_Call] = []
-    cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the parts so far
+    attention = _CachedAttention()
 
     def record(module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
         unknown = [name for name, given in arguments.items() if _is_unknown(name, given)]
@@ -123,15 +141,10 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
             if args.expansion is not None:
                 head_dim, value_head_dim = head_dim + value_head_dim, 0
             calls.append(_Call(module, num_heads, num_kv_heads, head_dim, value_head_dim, args))
-        else:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(cached[module], (key, value), strict=True))
-        cached[module] = key, value
-        return _attend(query, key, value, args)
+        return attention(module, query, key, value, **arguments)
 
     is_first = True
     store, outputs_of_parts = _RecordedStates(len(states)), []
-    for module in states:
-        replace_scan(module)
     hook = StateHook(states, store)
     modules = list(model.modules())
     inputs = _inputs_of(model, stage, int(text_config.vocab_size))
@@ -143,8 +156,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
         for module in modules:
             set_layer_attention(module, record)
         for part in _PARTS:
-            hook.begin_step(_batch_of(part, inputs.device))
-            outputs_of_parts.append(_forward(model, stage, inputs[part.start : part.stop], part.start))
+            outputs_of_parts.append(_forward_part(model, stage, inputs, part, hook))
             is_first = False
         outputs = torch.cat(outputs_of_parts)
         spec = _spec_of(name, calls, stage, layer_types, states)
@@ -181,6 +193,22 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
     )
 
 
+class _CachedAttention:
+    """Plain attention of modules to the keys and values of all parts so far."""
+
+    def __init__(self) -> None:
+        self._cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
+        """See LayerAttention."""
+        before = self._cached.get(module)
+        if before is not None:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(before, (key, value), strict=True))
+        self._cached[module] = key, value
+        args = attention_args(query.shape[3], expansion=expansion_of(module), **arguments)
+        return _attend(query, key, value, args)
+
+
 class _RecordedStates:
     """See StateStore. The states of one sequence, whatever the slot."""
 
@@ -193,7 +221,11 @@ class _RecordedStates:
 
     def write(self, layer: int, slots: torch.Tensor, states: States) -> None:
         """See StateStore."""
-        self._states[layer] = states
+        self._states[layer] = {key: state.contiguous() for key, state in states.items()}
+
+    def slots(self, layer: int) -> States:
+        """See StateStore. There is one."""
+        return dict(self._states[layer])
 
     def tensors(self, layer: int) -> tuple[StateTensor, ...]:
         """The tensors of a layer's state."""
@@ -253,6 +285,12 @@ def _forward(model: Any, stage: Stage, inputs: torch.Tensor, first: int = 0) -> 
     positions = torch.arange(first, first + len(inputs), device=inputs.device)
     with torch.inference_mode():
         return stage.forward(model, inputs, positions[None], 0).float()
+
+
+def _forward_part(model: Any, stage: Stage, inputs: torch.Tensor, part: range, hook: StateHook) -> torch.Tensor:
+    """Results of a part of the inputs, after those before it."""
+    hook.begin_step(_batch_of(part, inputs.device))
+    return _forward(model, stage, inputs[part.start : part.stop], part.start)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, args: AttentionArgs) -> torch.Tensor:

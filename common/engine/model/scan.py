@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
-_NAME = "mamba_selective_scan"
 _CHUNK = 64  # tokens, whose states are in memory at once
 _STATES: ContextVar[Iterator[torch.Tensor] | None] = ContextVar("states", default=None)  # of scans to come
 
@@ -27,13 +24,6 @@ def scan_from_state(state: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _STATES.reset(token)
-
-
-def replace_scan(module: nn.Module) -> None:
-    """Puts the scan below in place of that in the module's code, if it has one."""
-    code = sys.modules[type(module).__module__]
-    if hasattr(code, _NAME):
-        setattr(code, _NAME, selective_scan)
 
 
 def selective_scan(
@@ -77,3 +67,7 @@ def selective_scan(
         outputs = outputs * functional.silu(z)
     outputs = outputs.to(hidden_states.dtype)
     return (outputs, state.clone()) if return_last_state else outputs
+
+
+SCANS = {"mamba_selective_scan": selective_scan}
+"""By the name of the function of transformers for which it stands."""

@@ -2,23 +2,35 @@
 
 Their code in `transformers` reads and writes states by a cache's methods, for whole texts side by side. Here each of
 their modules gets a step's packed batch, is called for its decodes at once and for each run of a chunk, and is given
-the states of those sequences, from and to a StateStore.
+the states of those sequences, from and to a StateStore. Where the device has kernels for the functions by which the
+code writes states in decodes, it calls those, and states are read and written where they lie.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from common.engine.model.scan import scan_from_state
+from common.engine.devices.recurrences import Recurrences
+from common.engine.model.scan import SCANS, scan_from_state
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _CACHE_METHODS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
+_STEPS = {  # functions of a decode that write to a state
+    "update_conv_state": {"causal_conv1d_update"},
+    "update_recurrent_state": {
+        "mamba2_selective_state_update",
+        "mamba_selective_state_update",
+        "recurrent_kimi_delta_attention",
+        "torch_recurrent_gated_delta_rule",
+    },
+}
 
 StateKey = tuple[str, int]
 """Names a tensor of a layer's state: its kind and its number."""
@@ -55,6 +67,9 @@ class StateStore(Protocol):
 
     def write(self, layer: int, slots: torch.Tensor, states: States) -> None:
         """Puts states into `slots` [sequences]."""
+
+    def slots(self, layer: int) -> States:
+        """Returns the states in all slots, as they lie: each [slots, ...], with the numbers of a slot side by side."""
 
 
 class StateTensor(NamedTuple):
@@ -132,12 +147,15 @@ def _keeps_state(module: nn.Module) -> bool:
 class StateHook:
     """Lets the modules compute a step's batch with states in a store."""
 
-    def __init__(self, modules: Sequence[nn.Module], store: StateStore) -> None:
+    def __init__(self, modules: Sequence[nn.Module], store: StateStore, recurrences: Recurrences | None = None) -> None:
         self._modules = modules
         self._store = store
+        self._recurrences = recurrences
         self._batch: StateBatch | None = None
+        functions = {} if recurrences is None else recurrences.functions
+        codes = {kind: _Code.of(kind, functions) for kind in {type(module) for module in modules}}
         for layer, module in enumerate(modules):
-            module.forward = _Forward(self, layer, module)
+            module.forward = _Forward(self, layer, module, codes[type(module)])
 
     def remove(self) -> None:
         """Lets them compute as transformers does."""
@@ -147,6 +165,8 @@ class StateHook:
     def begin_step(self, batch: StateBatch) -> None:
         """Called before each forward pass."""
         self._batch = batch
+        if self._recurrences is not None:
+            self._recurrences.begin_step(batch.sources, batch.targets)
 
     def compute(self, layer: int, forward: _Forward, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
         """Calls the module for each part of the batch. `hidden` is [1, tokens, size]."""
@@ -155,10 +175,14 @@ class StateHook:
         outputs = torch.empty_like(hidden)
         found: Any = None
         if len(batch.tokens):
-            states = SequenceStates(store.read(layer, batch.sources))
-            found = forward.own(hidden[0, batch.tokens, None], states, arguments)
+            tokens = hidden[0, batch.tokens, None]
+            if forward.writes_in_place:
+                found = forward.in_place(tokens, store.slots(layer), arguments)
+            else:
+                states = SequenceStates(store.read(layer, batch.sources))
+                found = forward.own(tokens, states, arguments)
+                store.write(layer, batch.targets, states.states)
             outputs[0, batch.tokens] = (found[0] if isinstance(found, tuple) else found)[:, 0]
-            store.write(layer, batch.targets, states.states)
         for run in batch.runs:
             states = SequenceStates() if run.source is None else SequenceStates(store.read(layer, run.source))
             found = forward.own(hidden[:, run.start : run.stop], states, arguments)
@@ -167,17 +191,41 @@ class StateHook:
         return (outputs, None) if isinstance(found, tuple) else outputs
 
 
+class _Code(NamedTuple):
+    """The code of a kind of module, with functions of our own."""
+
+    own: FunctionType
+    in_place: FunctionType | None  # of decodes, which gets the states of all slots; None: there are no kernels for it
+
+    @classmethod
+    def of(cls, kind: type[nn.Module], functions: Mapping[str, Callable[..., Any]]) -> _Code:
+        """`functions`: see Recurrences."""
+        own = inspect.unwrap(kind.forward)
+        names = set(own.__code__.co_names)
+        is_covered = all(_STEPS.get(each, set()) & names & functions.keys() for each in names & _CACHE_METHODS)
+        return cls(_calling(own, SCANS), _calling(own, functions) if is_covered else None)
+
+
+def _calling(code: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """The same code, which calls these functions where it calls others of their names."""
+    found = FunctionType(
+        code.__code__, {**code.__globals__, **functions}, code.__name__, code.__defaults__, code.__closure__
+    )
+    found.__kwdefaults__ = code.__kwdefaults__
+    return found
+
+
 class _Forward:
     """A module's forward method."""
 
-    def __init__(self, hook: StateHook, layer: int, module: nn.Module) -> None:
+    def __init__(self, hook: StateHook, layer: int, module: nn.Module, code: _Code) -> None:
         self._hook = hook
         self._layer = layer
-        self._own = type(module).forward.__get__(module)
-        names = list(inspect.signature(self._own).parameters)
-        self._hidden = names[0]
-        self._cache = next(name for name in _CACHE_ARGUMENTS if name in names)
-        self._names = names
+        self._names = list(inspect.signature(code.own).parameters)[1:]
+        self._hidden = self._names[0]
+        self._cache = next(name for name in _CACHE_ARGUMENTS if name in self._names)
+        self._own = MethodType(code.own, module)
+        self._in_place = None if code.in_place is None else MethodType(code.in_place, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
@@ -187,7 +235,17 @@ class _Forward:
             arguments["attention_mask"] = None
         return self._hook.compute(self._layer, self, hidden, arguments)
 
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether decodes may be computed `in_place`."""
+        return self._in_place is not None
+
     def own(self, hidden: torch.Tensor, states: SequenceStates, arguments: Mapping[str, Any]) -> Any:
         """Calls the module's code with hidden states [sequences, tokens, size]."""
         with scan_from_state(states.get_recurrent_state(self._layer)):
             return self._own(**arguments, **{self._hidden: hidden, self._cache: states})
+
+    def in_place(self, hidden: torch.Tensor, slots: States, arguments: Mapping[str, Any]) -> Any:
+        """The same for decodes [sequences, 1, size], with the states of all slots."""
+        assert self._in_place is not None
+        return self._in_place(**arguments, **{self._hidden: hidden, self._cache: SequenceStates(slots)})

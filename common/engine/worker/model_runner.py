@@ -111,6 +111,7 @@ class ModelRunner:
                 block_size=block_size,
                 bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
                 memory=self._memory,
+                recurrences=loaded.recurrences,
             )
         windows = [group.sees for group in kv_groups or loaded.kv_groups[:1]]
         self._packer = BatchPacker(self._table, self._block_size, self._memory, windows)

@@ -18,6 +18,7 @@ import torch
 
 from common.engine.devices.attention import AttentionMetadata
 from common.engine.devices.base import Memory
+from common.engine.devices.recurrences import Recurrences
 from common.engine.model.states import StateBatch, StateHook, StateLayer, StateRun, States, StateTensor
 from common.engine.worker.request_table import RequestTable
 
@@ -90,6 +91,7 @@ class StateCache:
         block_size: int,
         bytes_per_block: int,
         memory: Memory,
+        recurrences: Recurrences | None,
     ) -> None:
         """`num_groups`: of states. Blocks of `kv_cache` hold a part of one in their first `bytes_per_block` bytes."""
         self._table = table
@@ -106,7 +108,7 @@ class StateCache:
         self._grow(_FIRST_SLOTS)
         self._kept: dict[int, dict[int, int]] = {}  # slots of a row's states, by the number of tokens before
         self._saves: list[_Save] = []
-        self.hook = StateHook([layer.module for layer in layers], self)
+        self.hook = StateHook([layer.module for layer in layers], self, recurrences)
 
     def _grow(self, num_slots: int) -> None:
         """Makes room for so many slots. Those in use stay as they are."""
@@ -129,6 +131,10 @@ class StateCache:
         """See StateStore."""
         for key, tensor in self._tensors[layer].items():
             tensor[slots] = states[key].to(tensor.dtype)
+
+    def slots(self, layer: int) -> States:
+        """See StateStore."""
+        return dict(self._tensors[layer])
 
     def forget(self, rows: Sequence[int]) -> None:
         """The rows are of other requests from here on."""

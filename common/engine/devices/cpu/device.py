@@ -13,11 +13,12 @@ from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAtte
 from common.engine.devices.cpu.decode_programs import DecodePrograms
 from common.engine.devices.cpu.fused_norm import fuse_norms
 from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
-from common.engine.devices.cpu.kernels.compiled import instructions
+from common.engine.devices.cpu.kernels.compiled import has_openmp, instructions
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.devices.cpu.latent_attention import CpuLatentAttention, supports_latents
 from common.engine.devices.cpu.operators import CpuOperators
 from common.engine.devices.cpu.packed_linear import pack_linears
+from common.engine.devices.cpu.recurrences import CpuRecurrences
 from common.engine.devices.cpu.sampler import CompiledSampler, can_sample, checked_sampler
 from common.engine.devices.cpu.shared_ranks import share_memory
 from common.engine.devices.cpu.streamed_int8_linear import compile_linears
@@ -84,6 +85,10 @@ class CpuDevice(TorchDevice):
         if kv_cache.shape[2] == 1:
             return CpuLatentAttention(kv_cache)
         return BatchInvariantAttention(kv_cache) if self.batch_invariant else CpuAttention(kv_cache)
+
+    def recurrences(self) -> CpuRecurrences | None:
+        """See Device."""
+        return CpuRecurrences() if self._has_kernels and has_openmp() else None
 
     def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> CompiledSampler | None:
         """See Device."""

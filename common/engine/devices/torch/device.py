@@ -15,6 +15,7 @@ from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedD
 from common.engine.devices.host_memory import HostMemory
 from common.engine.devices.operators import Operators
 from common.engine.devices.ranks import Ranks
+from common.engine.devices.recurrences import Recurrences
 from common.engine.devices.torch.attention import TorchAttention
 from common.engine.devices.torch.latent_attention import TorchLatentAttention
 from common.engine.quantization.base import QuantizedLinear
@@ -74,6 +75,10 @@ class TorchDevice(Device):
     def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
         """See Device."""
         return TorchLatentAttention(kv_cache) if kv_cache.shape[2] == 1 else TorchAttention(kv_cache)
+
+    def recurrences(self) -> Recurrences | None:
+        """See Device."""
+        return None
 
     def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> RowSampler | None:
         """See Device."""
