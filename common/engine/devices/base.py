@@ -110,8 +110,7 @@ class Device(Protocol):
         """Replaces quantised layers of a model that runs its own code by ones on kernels."""
 
     def pack(self, model: Any) -> int:
-        """Replaces layers of a model that runs its own code by ones that are faster on torch's operators; returns how
-        many."""
+        """Replaces layers of a model that runs its own code by faster ones; returns how many."""
 
     def can_attend(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> bool:
         """True if kernels compute the attention of a model that runs its own code. `num_heads` and `args` are by

@@ -395,14 +395,18 @@ def _warn_of_kernels(error: Exception) -> None:
 
 
 def _probe_packed(source: _Source, model: Any, stage: Stage, *, compiles: bool) -> tuple[Any, Stage, ProbedModel]:
-    """With the model's norms and linear layers replaced where that is possible."""
-    if source.device.pack(model):
-        try:
+    """With the model's norms, experts and linear layers replaced where that is possible."""
+    try:
+        if source.device.pack(model):
             return model, stage, probe_model(model, stage)
-        except ModelLoadError:  # perhaps because the architecture reads a replaced layer's weight itself
-            model, stage = _load(source)
-            if compiles:
-                source.device.compile_linears(model)
+    except EngineDeadError:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever a compiler raises, or the architecture reads a layer's weight
+        if not isinstance(error, ModelLoadError):
+            _warn_of_kernels(error)
+        model, stage = _load(source)
+        if compiles:
+            source.device.compile_linears(model)
     return model, stage, probe_model(model, stage)
 
 

@@ -21,7 +21,9 @@ from common.engine.devices.cpu.packed_linear import pack_linears
 from common.engine.devices.cpu.recurrences import CpuRecurrences
 from common.engine.devices.cpu.sampler import CompiledSampler, can_sample, checked_sampler
 from common.engine.devices.cpu.shared_ranks import share_memory
+from common.engine.devices.cpu.streamed_experts import stream_experts
 from common.engine.devices.cpu.streamed_int8_linear import compile_linears
+from common.engine.devices.cpu.streamed_linear import CompiledLinear
 from common.engine.devices.decode_inputs import DecodeLimits, Forward
 from common.engine.devices.ranks import Ranks
 from common.engine.devices.torch.attention_check import check_attention
@@ -68,7 +70,9 @@ class CpuDevice(TorchDevice):
 
     def pack(self, model: Any) -> int:
         """See Device."""
-        return fuse_norms(model) + pack_linears(model)
+        if not (self._has_kernels and has_openmp()):
+            return fuse_norms(model) + pack_linears(model)
+        return stream_experts(model) + fuse_norms(model) + pack_linears(model, CompiledLinear)
 
     def can_attend(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> bool:
         """See Device."""

@@ -72,13 +72,13 @@ def missing_rows(num_rows: int) -> int:
     return -num_rows % _MULTIPLE if num_rows > _MAX_EXACT_ROWS else 0
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, kind: type[PackedLinear] = PackedLinear) -> int:
     """Replaces the model's linear layers where that is possible; returns how many were replaced."""
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_packable(child):
-                setattr(parent, name, PackedLinear(cast("nn.Linear", child)))
+                setattr(parent, name, kind(cast("nn.Linear", child)))
                 num_packed += 1
     return num_packed
 

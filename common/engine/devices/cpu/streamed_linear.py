@@ -92,6 +92,29 @@ class StreamedLinear:
         return None
 
 
+class CompiledLinear(PackedLinear):
+    """See PackedLinear. Few rows go through our kernels, if they take the layer: also one of a smaller weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        blocks = blocks_of(linear.weight.detach(), self.packed)
+        self._streamed = None if blocks is None else _Streamed(linear, blocks, any_rows=False)
+        if blocks is not None:
+            self._plain_below = 0
+            use_huge_pages(blocks.address, linear.weight.nbytes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        if self._streamed is None:
+            return super().forward(inputs)
+        rows = inputs.reshape(-1, self.in_features)
+        if not self._streamed.takes(rows):
+            return super().forward(inputs)
+        return self._streamed(rows).view(*inputs.shape[:-1], self.out_features)
+
+    __call__ = forward  # see PackedLinear
+
+
 class _Streamed:
     """A layer's weight with the kernel that reads it: of matrix instructions where the processor has them."""
 

@@ -5,7 +5,7 @@ from torch import nn
 from common.engine.devices.cpu import streamed_linear
 from common.engine.devices.cpu.kernels.linear import MAX_ROWS
 from common.engine.devices.cpu.packed_linear import PackedLinear
-from common.engine.devices.cpu.streamed_linear import StreamedLinear
+from common.engine.devices.cpu.streamed_linear import CompiledLinear, StreamedLinear
 from common.errors import ModelLoadError
 
 
@@ -87,9 +87,11 @@ def test_rows_are_shared_out_where_blocks_are_too_few(num_rows, num_blocks, num_
     assert streamed_linear._rows_per_task(num_rows, num_blocks, num_threads) == expected
 
 
-def test_few_rows_do_not_go_through_onednn(linear, monkeypatch):
-    streamed = StreamedLinear(linear)
-    monkeypatch.setattr(PackedLinear, "__call__", lambda self, inputs: pytest.fail("went through oneDNN"))
+@pytest.mark.parametrize("kind", [StreamedLinear, CompiledLinear])
+def test_few_rows_do_not_go_through_onednn(kind, linear, monkeypatch):
+    streamed = kind(linear)
+    for name in ("__call__", "forward"):
+        monkeypatch.setattr(PackedLinear, name, lambda self, inputs: pytest.fail("went through oneDNN"))
     streamed(torch.randn(1, 256).to(linear.weight.dtype))
 
 
@@ -101,3 +103,14 @@ def test_a_layout_that_the_kernel_does_not_read_is_left_to_onednn(linear):
     changed[-1, -1] += 1  # what is packed is something else, in its last block
     assert streamed_linear.blocks_of(changed, packed) is None
     assert streamed_linear.blocks_of(weight, None) is None
+
+
+@pytest.mark.parametrize("num_outputs", [8, 192, 2048], ids=["plain", "both", "packed"])
+def test_a_layer_of_a_model_with_its_own_code(num_outputs):
+    """Rows of any shape, few of them through our kernels."""
+    torch.manual_seed(0)
+    linear = nn.Linear(256, num_outputs)
+    compiled = CompiledLinear(linear)
+    for shape in [(256,), (1, 1, 256), (2, 3, 256), (1, 0, 256), (2, 37, 256)]:
+        inputs = torch.randn(shape)
+        torch.testing.assert_close(compiled(inputs), linear(inputs), atol=1e-5, rtol=1e-5)
