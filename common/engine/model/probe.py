@@ -237,7 +237,7 @@ class _RecordedStates:
 def _batch_of(part: range, device: torch.device) -> StateBatch:
     slot = torch.zeros(1, dtype=torch.int64, device=device)
     if len(part) == 1:
-        return StateBatch(slot, slot, slot, [])
+        return StateBatch(slot, slot, slot, [], is_all_decodes=True)
     return StateBatch(slot[:0], slot[:0], slot[:0], [StateRun(0, len(part), slot if part.start else None, slot)])
 
 

@@ -57,6 +57,7 @@ class StateBatch:
     sources: torch.Tensor  # [num_decodes] int64, slots of the states before them
     targets: torch.Tensor  # [num_decodes] int64, slots of the states after them
     runs: Sequence[StateRun]  # of all other tokens; those of a sequence in order
+    is_all_decodes: bool = False  # they are all tokens of the batch, in order
 
 
 class StateStore(Protocol):
@@ -172,23 +173,38 @@ class StateHook:
         """Calls the module for each part of the batch. `hidden` is [1, tokens, size]."""
         batch, store = self._batch, self._store
         assert batch is not None
+        if batch.is_all_decodes:
+            found = self._decode(layer, forward, hidden.transpose(0, 1), arguments)
+            outputs = _outputs(found).transpose(0, 1)
+            return (outputs, None) if isinstance(found, tuple) else outputs
         outputs = torch.empty_like(hidden)
-        found: Any = None
+        found = None
         if len(batch.tokens):
-            tokens = hidden[0, batch.tokens, None]
-            if forward.writes_in_place:
-                found = forward.in_place(tokens, store.slots(layer), arguments)
-            else:
-                states = SequenceStates(store.read(layer, batch.sources))
-                found = forward.own(tokens, states, arguments)
-                store.write(layer, batch.targets, states.states)
-            outputs[0, batch.tokens] = (found[0] if isinstance(found, tuple) else found)[:, 0]
+            found = self._decode(layer, forward, hidden[0, batch.tokens, None], arguments)
+            outputs[0, batch.tokens] = _outputs(found)[:, 0]
         for run in batch.runs:
             states = SequenceStates() if run.source is None else SequenceStates(store.read(layer, run.source))
             found = forward.own(hidden[:, run.start : run.stop], states, arguments)
-            outputs[:, run.start : run.stop] = found[0] if isinstance(found, tuple) else found
+            outputs[:, run.start : run.stop] = _outputs(found)
             store.write(layer, run.target, states.states)
         return (outputs, None) if isinstance(found, tuple) else outputs
+
+    def _decode(self, layer: int, forward: _Forward, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
+        """Calls the module for the decodes [sequences, 1, size]."""
+        batch, store = self._batch, self._store
+        assert batch is not None
+        if forward.writes_in_place:
+            return forward.in_place(hidden, store.slots(layer), arguments)
+        states = SequenceStates(store.read(layer, batch.sources))
+        found = forward.own(hidden, states, arguments)
+        store.write(layer, batch.targets, states.states)
+        return found
+
+
+def _outputs(found: Any) -> torch.Tensor:
+    """The output of a module, which may return something beside it."""
+    outputs: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return outputs
 
 
 class _Code(NamedTuple):

@@ -177,6 +177,7 @@ class StateCache:
                 StateRun(run.start, run.stop, None if run.source is None else source, target)
                 for run, source, target in slots
             ],
+            is_all_decodes=not runs and [run.start for run in decodes] == [*range(num_decodes)],
         )
 
     def end_step(self) -> None:

@@ -71,8 +71,8 @@ class CpuDevice(TorchDevice):
     def pack(self, model: Any) -> int:
         """See Device."""
         if not (self._has_kernels and has_openmp()):
-            return fuse_norms(model) + pack_linears(model)
-        return stream_experts(model) + fuse_norms(model) + pack_linears(model, CompiledLinear)
+            return fuse_norms(model, has_kernels=False) + pack_linears(model)
+        return stream_experts(model) + fuse_norms(model, has_kernels=True) + pack_linears(model, CompiledLinear)
 
     def can_attend(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> bool:
         """See Device."""

@@ -1,4 +1,4 @@
-"""RMS normalisation in four operators where modelling code takes six and a copy.
+"""RMS normalisation by a kernel, or in four operators where modelling code takes six and a copy:
 
     x * w / sqrt(mean(x^2) + eps)  =  x * (w * sqrt(d)) / hypot(norm(x), sqrt(d * eps)),  d the size of x
 
@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from common.engine.devices.cpu.kernels.compiled import Call, threads_for
+from common.engine.devices.cpu.kernels.elementwise import norm_kernel, rows_of_norm
+from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.rms_norm import rms_norm_of
 
 
@@ -33,13 +36,47 @@ class FusedRMSNorm(nn.Module):
     __call__ = forward  # without nn.Module's hooks, which take as long as a small operator
 
 
-def fuse_norms(model: nn.Module) -> int:
-    """Replaces the model's RMS norms in float32; returns how many were replaced."""
+class CompiledRMSNorm(nn.Module):
+    """RMS norm over the last dimension, for inference in float32 or bfloat16, by a kernel."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        """`weight` is float32."""
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._size = len(weight)
+        self._share = rows_of_norm(self._size)
+        self._epsilon = torch.tensor(epsilon, dtype=torch.float32)
+        self._calls: dict[torch.dtype, Call] = {}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same."""
+        call = self._calls.get(inputs.dtype) or self._prepare(inputs.dtype)
+        inputs = inputs.contiguous()
+        out = torch.empty_like(inputs)
+        num_rows = inputs.numel() // self._size
+        call.point("inputs", inputs)
+        call.point("out", out)
+        call.set("num_rows", num_rows)
+        call.run(-(-num_rows // self._share), threads_for(inputs.numel()))
+        return out
+
+    __call__ = forward  # see FusedRMSNorm
+
+    def _prepare(self, dtype: torch.dtype) -> Call:
+        call = self._calls[dtype] = Call(norm_kernel(element_type_of(dtype), self._size))
+        call.keep("weight", self.weight.detach())
+        call.keep("epsilon", self._epsilon)
+        return call
+
+
+def fuse_norms(model: nn.Module, *, has_kernels: bool) -> int:
+    """Replaces the model's RMS norms, without kernels those in float32; returns how many were replaced."""
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             norm = rms_norm_of(child)
-            if norm is not None and child.weight.dtype == torch.float32:
-                setattr(parent, name, FusedRMSNorm(norm.weight, norm.epsilon))
+            if norm is not None and (has_kernels or child.weight.dtype == torch.float32):
+                kind = CompiledRMSNorm if has_kernels else FusedRMSNorm
+                setattr(parent, name, kind(norm.weight, norm.epsilon))
                 num_fused += 1
     return num_fused

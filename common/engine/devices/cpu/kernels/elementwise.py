@@ -8,6 +8,8 @@ from typing import Any
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Pointer, Value, lanes_of
 
+_NUMBERS_OF_TASK = 2048
+
 
 @cache
 def embed_kernel(element: ElementType, size: int, *, is_part: bool = False) -> Kernel:
@@ -57,6 +59,36 @@ def add_norm_kernel(element: ElementType, size: int) -> Kernel:
     return Kernel(
         "add_norm", {"hidden": floats, "delta": element, "out": element, "weight": floats, "epsilon": floats}, body
     )
+
+
+@cache
+def norm_kernel(element: ElementType, size: int) -> Kernel:
+    """out = RMS norm of inputs, times weight. A task is `rows_of_norm(size)` rows.
+
+    inputs and out [num_rows, size] of `element`, weight float32 [size]; epsilon points to one float32.
+    """
+    lanes, share = lanes_of(size), rows_of_norm(size)
+
+    def body(b: Builder, task: Value, a: Any) -> None:
+        first, last = task * share, (task + 1) * share
+        with b.loop(first, b.select(last < a.num_rows, last, a.num_rows)) as row:
+            inputs, out = a.inputs.at(row * size), a.out.at(row * size)
+            squares = b.variable(b.number(0.0, lanes))
+            with b.loop(0, size, lanes) as i:
+                value = inputs.at(i).load(lanes)
+                squares.set(b.fma(value, value, squares.get()))
+            scale = inverse_rms(b, squares.get(), size, a.epsilon)
+            with b.loop(0, size, lanes) as i:
+                out.at(i).store(inputs.at(i).load(lanes) * scale * a.weight.at(i).load(lanes))
+
+    floats = ElementType.FLOAT32
+    pointers = {"inputs": element, "out": element, "weight": floats, "epsilon": floats}
+    return Kernel("norm", pointers | {"num_rows": None}, body)
+
+
+def rows_of_norm(size: int) -> int:
+    """Rows of this size that are worth a task."""
+    return max(1, _NUMBERS_OF_TASK // size)
 
 
 @cache

@@ -44,32 +44,36 @@ def load(model: str) -> LoadedModel:
     return load_model(ModelConfig(model=str(model_dir(model)), dtype="float32", num_threads=1))
 
 
+SOURCES, TARGETS = torch.tensor([4, 1, 2]), torch.tensor([4, 0, 2])  # slots; one state moves on to another slot
+RUN = StateRun(1, 2, torch.tensor([3]), torch.tensor([3]))
+BATCHES = [
+    StateBatch(torch.tensor([0, 3, 2]), SOURCES, TARGETS, [RUN]),
+    StateBatch(torch.tensor([0, 1, 2]), SOURCES, TARGETS, [], is_all_decodes=True),
+]
+
+
 @pytest.mark.parametrize("model", ["qwen3_next", "kimi_linear", "jamba", "bamba", "lfm2"])
 def test_decodes_write_states_in_place(model: str) -> None:
-    """As the modules' own code would, from copies: to the same slots, and to others."""
+    """As the modules' own code would, from copies."""
     loaded = load(model)
     assert loaded.recurrences is not None
-    batch = StateBatch(
-        torch.tensor([0, 3, 2]),
-        torch.tensor([4, 1, 2]),
-        torch.tensor([4, 0, 2]),
-        [StateRun(1, 2, torch.tensor([3]), torch.tensor([3]))],
-    )
-    module = loaded.state_layers[0].module
-    hidden = torch.randn(1, 4, loaded.model.config.hidden_size)
-    results, stores = [], []
-    for kernels in (None, loaded.recurrences):
-        torch.manual_seed(0)
-        stores.append(Store(loaded, num_slots=6))
-        hook = StateHook([layer.module for layer in loaded.state_layers], stores[-1], kernels)
-        hook.begin_step(batch)
-        with torch.inference_mode():
-            found: Any = module(hidden)
-        results.append(found[0] if isinstance(found, tuple) else found)
-        hook.remove()
-    torch.testing.assert_close(*results)
-    torch.testing.assert_close(stores[0].all(), stores[1].all())
-    assert [store.num_copies for store in stores] == [2, 1], "the run of a chunk has a copy"
+    modules = [layer.module for layer in loaded.state_layers]
+    for batch in BATCHES:
+        hidden = torch.randn(1, 3 + len(batch.runs), loaded.model.config.hidden_size)
+        results, stores = [], []
+        for kernels in (None, loaded.recurrences):
+            torch.manual_seed(0)
+            stores.append(Store(loaded, num_slots=6))
+            hook = StateHook(modules, stores[-1], kernels)
+            hook.begin_step(batch)
+            with torch.inference_mode():
+                found: Any = modules[0](hidden)
+            results.append(found[0] if isinstance(found, tuple) else found)
+            hook.remove()
+        assert results[0].shape == hidden.shape
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(stores[0].all(), stores[1].all())
+        assert [store.num_copies for store in stores] == [1 + len(batch.runs), len(batch.runs)]
 
 
 def test_kernels_that_compute_something_else_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
