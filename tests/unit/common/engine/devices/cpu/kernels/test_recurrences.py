@@ -18,6 +18,15 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 generator = torch.Generator().manual_seed(0)
 
 
+def cases(*values: Any) -> list[Any]:
+    """The first of the values; the others are for `make test-kernels`."""
+    return [values[0], *(pytest.param(*_tuple(value), marks=pytest.mark.kernels) for value in values[1:])]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -51,9 +60,9 @@ def check(family: str, name: str, state: str, arguments: dict[str, Any], *, dtyp
     torch.testing.assert_close(states.float(), kept, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("channels", "width"), [(80, 4), (24, 3), (16, 2), (200, 4)])
-@pytest.mark.parametrize(("has_bias", "activation"), [(True, "silu"), (False, None)])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("channels", "width"), cases((24, 3), (80, 4), (16, 2), (200, 4)))
+@pytest.mark.parametrize(("has_bias", "activation"), cases((True, "silu"), (False, None)))
+@pytest.mark.parametrize("dtype", cases(*TOLERANCES))
 def test_convolution(channels: int, width: int, has_bias: bool, activation: str | None, dtype: torch.dtype) -> None:
     arguments = {
         "hidden_states": random(NUM_SEQUENCES, 1, channels + 16, dtype=dtype)[..., :channels].transpose(1, 2),
@@ -66,9 +75,9 @@ def test_convolution(channels: int, width: int, has_bias: bool, activation: str 
 
 
 @pytest.mark.parametrize("name", ["torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (32, 96), (8, 4)])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(("key_dim", "value_dim"), cases((32, 96), (16, 16), (8, 4)))
+@pytest.mark.parametrize("dtype", cases(*TOLERANCES))
+@pytest.mark.parametrize("has_norms", cases(True, False))
 def test_delta_rule(name: str, key_dim: int, value_dim: int, dtype: torch.dtype, has_norms: bool) -> None:
     by_channel = name.startswith("recurrent_kimi")
     heads, key_heads = 4, 4 if by_channel else 2
@@ -90,9 +99,9 @@ def test_delta_rule(name: str, key_dim: int, value_dim: int, dtype: torch.dtype,
     check("kimi_linear" if by_channel else "qwen3_next", name, "initial_state", arguments, dtype=dtype)
 
 
-@pytest.mark.parametrize(("channels", "size"), [(80, 16), (24, 4)])
-@pytest.mark.parametrize("has_gate", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("channels", "size"), cases((80, 16), (24, 4)))
+@pytest.mark.parametrize("has_gate", cases(True, False))
+@pytest.mark.parametrize("dtype", cases(*TOLERANCES))
 def test_mamba(channels: int, size: int, has_gate: bool, dtype: torch.dtype) -> None:
     rows = [random(NUM_SEQUENCES, 2 * channels, dtype=dtype)[:, :channels] for _ in range(2)]
     arguments = {
@@ -110,8 +119,8 @@ def test_mamba(channels: int, size: int, has_gate: bool, dtype: torch.dtype) -> 
     check("jamba", "mamba_selective_state_update", "state", arguments, dtype=dtype)
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "groups", "size"), [(4, 32, 2, 48), (3, 8, 1, 16)])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("heads", "head_dim", "groups", "size"), cases((4, 32, 2, 48), (3, 8, 1, 16)))
+@pytest.mark.parametrize("dtype", cases(*TOLERANCES))
 def test_mamba2(heads: int, head_dim: int, groups: int, size: int, dtype: torch.dtype) -> None:
     def by_head(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[..., None].expand(*tensor.shape, head_dim)
