@@ -8,6 +8,8 @@ many.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -39,10 +41,11 @@ class FusedRMSNorm(nn.Module):
 class CompiledRMSNorm(nn.Module):
     """RMS norm over the last dimension, for inference in float32 or bfloat16, by a kernel."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
-        """`weight` is float32."""
+    def __init__(self, weight: torch.Tensor, epsilon: float, dtype: torch.dtype) -> None:
+        """`weight` is float32, `dtype` that of the model, which modelling code may take from a norm's weight."""
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        self._own_weight = weight
         self._size = len(weight)
         self._share = rows_of_norm(self._size)
         self._epsilon = torch.tensor(epsilon, dtype=torch.float32)
@@ -64,7 +67,7 @@ class CompiledRMSNorm(nn.Module):
 
     def _prepare(self, dtype: torch.dtype) -> Call:
         call = self._calls[dtype] = Call(norm_kernel(element_type_of(dtype), self._size))
-        call.keep("weight", self.weight.detach())
+        call.keep("weight", self._own_weight)
         call.keep("epsilon", self._epsilon)
         return call
 
@@ -75,8 +78,11 @@ def fuse_norms(model: nn.Module, *, has_kernels: bool) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             norm = rms_norm_of(child)
-            if norm is not None and (has_kernels or child.weight.dtype == torch.float32):
-                kind = CompiledRMSNorm if has_kernels else FusedRMSNorm
-                setattr(parent, name, kind(norm.weight, norm.epsilon))
+            if norm is None:
+                continue
+            dtype = cast("torch.Tensor", child.weight).dtype
+            if has_kernels or dtype == torch.float32:
+                own = CompiledRMSNorm(*norm, dtype) if has_kernels else FusedRMSNorm(*norm)
+                setattr(parent, name, own)
                 num_fused += 1
     return num_fused

@@ -25,6 +25,7 @@ def test_computes_the_same(norm_class, has_kernels, dtype):
     model = nn.Sequential(norm.to(dtype))
     assert fuse_norms(model, has_kernels=has_kernels) == 1
     assert isinstance(model[0], CompiledRMSNorm if has_kernels else FusedRMSNorm)
+    assert model[0].weight.dtype == dtype, "as modelling code may ask"
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     for scale in (0.0, 1e-3, 1.0, 1e3):
         for inputs in (torch.randn(1, 50, 2, 64), torch.randn(3, 128)[:, 64:], torch.randn(0, 64)):
