@@ -226,13 +226,17 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def model_dir(model_type: str) -> Path:
-    """Directory of the tiny model."""
+def model_dir(model_type: str, times: int = 1) -> Path:
+    """Directory of the tiny model, of which stages may need the layers several times."""
     directory = Path(tempfile.mkdtemp(prefix=f"baton-{model_type}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    random_model(_config(model_type)).save_pretrained(directory)
+    config = _config(model_type)
+    if times > 1:
+        layer_types = config.layer_types * times
+        config = _config(model_type, num_hidden_layers=len(layer_types), layer_types=layer_types)
+    random_model(config).save_pretrained(directory)
     return directory
 
 

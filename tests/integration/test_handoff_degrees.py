@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -21,6 +23,7 @@ from common.engine.executor.fake import TWO_GROUPS, FakeExecutor, expected_token
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
 from common.types import SamplingParams
 from kv_store.registry import create_connector
+from tests.architectures.models import model_dir
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, check_integrity, generate
 from tests.redis_server import RedisServer, running_redis
 from tests.tiny_models import (
@@ -146,13 +149,14 @@ def test_what_an_engine_of_another_degree_kept_is_restored(
     assert not stats.tier_queries or stats.tier_hits == 10 * BLOCK_SIZE
 
 
-@pytest.fixture(params=["shared-storage", "nixl", "nixl with host memory"])
+@pytest.fixture(params=["shared-storage", "redis", "nixl", "nixl with host memory"])
 def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KVConnectorConfig:
     name, options = {
-        "shared-storage": ("shared-storage", {"path": str(tmp_path), "max_bytes": 1 << 28}),
-        "nixl": ("nixl", {}),
-        "nixl with host memory": ("nixl", {"host_bytes": 1 << 20}),
-    }[request.param]
+        "shared-storage": lambda: ("shared-storage", {"path": str(tmp_path), "max_bytes": 1 << 28}),
+        "redis": lambda: ("redis", {"url": request.getfixturevalue("redis_server").url}),
+        "nixl": lambda: ("nixl", {}),
+        "nixl with host memory": lambda: ("nixl", {"host_bytes": 1 << 20}),
+    }[request.param]()
     return KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
 
 
@@ -269,6 +273,48 @@ def test_latents(connector: KVConnectorConfig, of_producer: tuple[int, int], of_
         wholes = {engine.spec.bytes_per_whole_block for engine in (producer, consumer)}
     assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
     assert wholes == {BLOCK_SIZE * 3 * (16 + 8) * 4}  # tokens, layers, latent and rotary part, bytes
+
+
+@pytest.mark.cell(feature="handoff of states", connector="{connector}", degrees="between {cuts}")
+@pytest.mark.parametrize(
+    ("connector", "cuts"),
+    [
+        ("nixl", "2x1 and 1x2"),
+        *(
+            pytest.param(connector, cuts, marks=pytest.mark.matrix)
+            for connector, cuts in (
+                ("shared-storage", "1x1 and 2x1 and 1x2"),
+                ("redis", "1x1 and 2x1 and 1x2"),
+                ("nixl", "1x1 and 2x1 and 2x1"),
+                ("nixl", "1x1 and 2x2 and 4x1"),
+            )
+        ),
+    ],
+    indirect=["connector"],
+)
+def test_states(connector: KVConnectorConfig, cuts: str) -> None:
+    """Each engine hands prompts over to each other one, and goes on itself from the states that it has kept of them; so
+    does the other, with the next turn of an answer."""
+    directory = model_dir("qwen3_next", times=2)
+    degrees = [tuple(map(int, cut.split("x"))) for cut in cuts.split(" and ")]
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(InprocClient(config_of(connector, num_ranks, str(directory), num_stages)))
+            for num_ranks, num_stages in degrees
+        ]
+        assert len({engine.spec.fingerprint for engine in engines}) == 1
+        for seed, (producer, consumer) in enumerate(itertools.permutations(engines, 2)):
+            prompts = [prompt_of(length, seed=seed) for length in LENGTHS]
+            before = consumer.stats().num_prompt_tokens
+            answers = handed_over(producer, consumer, prompts)
+            assert answers == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
+            assert consumer.stats().num_prompt_tokens == before
+            for engine, known in ((producer, prompts), (consumer, [[*prompts[-1], *answers[-1]]])):
+                hits = engine.stats().prefix_cache_hits
+                found = generate(engine, known, GREEDY)
+                assert found == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in known]
+                assert engine.stats().prefix_cache_hits > hits
+                check_integrity(engine)
 
 
 @pytest.mark.parametrize("connector", [pytest.param("shared-storage", marks=pytest.mark.matrix), "nixl"], indirect=True)

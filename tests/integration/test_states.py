@@ -55,6 +55,43 @@ def test_tokens_are_those_of_transformers(model: str, on: dict[str, str]) -> Non
         assert (report.num_requests, report.num_blocks_in_use, report.num_transfers) == (0, 0, 0)
 
 
+@pytest.mark.cell(feature="states of {model}", degrees="{num_ranks}x{num_stages}")
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "num_stages", "settings"),
+    [
+        ("qwen3_next", 2, 1, {}),
+        ("qwen3_next", 2, 1, {"enable_expert_parallel": True}),
+        ("qwen3_next", 1, 2, {"speculative": "ngram:min=1"}),
+        ("qwen3_next", 2, 2, {}),
+        ("qwen3_next", 4, 1, {}),  # of which two have the same KV head
+        ("minimax", 2, 2, {}),
+        ("kimi_linear", 2, 2, {}),
+        ("olmo_hybrid", 2, 2, {}),
+        ("jamba", 2, 1, {}),
+    ],
+)
+def test_ranks_say_what_transformers_says(
+    model: str, num_ranks: int, num_stages: int, settings: dict[str, object]
+) -> None:
+    """In chunks, beside each other, in so few blocks that some may be preempted, and with prefix hits."""
+    directory = model_dir(model, times=num_stages)
+    prompts = [prompt_of(length) for length in (1, 11, 37, 38, 53)]
+    with LLM(directory, block_size=16, num_blocks=512, num_threads=1) as llm:
+        num_groups, of_states = len(llm.spec.layout.groups), num_states(llm)
+    cuts = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+    num_blocks = 1 + 8 * (num_groups - of_states) + 6 * of_states
+    with (
+        mock.patch.object(scheduler, "DraftDepth", AllDrafts),
+        LLM(directory, block_size=16, num_blocks=num_blocks, max_num_batched_tokens=10, **cuts, **settings) as llm,
+    ):
+        for some in (prompts, prompts[-1:], prompts[-1:]):
+            completions = llm.generate(some, GREEDY, use_tqdm=False)
+            assert [completion.token_ids for completion in completions] == expected(directory, some)
+        assert llm._client.stats().prefix_cache_hits
+        assert llm.check_integrity().violations == []
+
+
 @pytest.fixture(scope="module")
 def redis_server() -> Iterator[RedisServer]:
     with running_redis() as server:
@@ -185,12 +222,6 @@ def test_a_state_takes_as_many_blocks_as_keys_can_name(tmp_path: Path) -> None:
 def test_states_of_all_requests_fit_beside_the_kv_cache() -> None:
     with pytest.raises(ConfigError, match=r"--max-num-seqs: states of 10000000 running requests take [\d.]+ GiB"):
         LLM(model_dir("lfm2"), max_num_seqs=10_000_000, max_num_batched_tokens=10_000_000, num_threads=1)
-
-
-@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_layers_with_a_state_are_not_cut(settings: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="layers that keep a state"):
-        LLM(model_dir("qwen3_next"), **settings)
 
 
 def test_a_draft_model_has_no_state() -> None:

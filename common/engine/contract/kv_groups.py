@@ -28,7 +28,8 @@ class KVGroupSpec:
     layers than others leaves of its blocks is zero.
 
     A group of kind "state" holds, in the block of a text's last tokens, a part of the state that layers keep after
-    them, as bytes; all groups of the kind together hold the whole state. They come after all others."""
+    them, as bytes; all groups of the kind together hold the whole state. In each layer of the blocks are the states of
+    a run of the model's layers. They come after all others."""
 
     layers: tuple[int, ...]  # of the model
     num_kv_heads: int

@@ -32,7 +32,7 @@ def load_draft_model(config: ModelConfig, options: DraftModelOptions, device_num
         loaded = load_model(own, device_number, all_in_one)  # its KV is under the model's own block ids
     except ModelLoadError as error:
         raise _refused(error.message) from error
-    if loaded.state_layers:
+    if loaded.state_bytes:
         raise _refused(f"{options.model} has layers that keep a state, which cannot go back to before a wrong draft")
     if loaded.position_dims > 1:
         raise _refused(f"{options.model} has positions of {loaded.position_dims} dimensions, which drafts have not")

@@ -54,23 +54,27 @@ def by_window(spec: KVSpec, windows: Sequence[Window | None]) -> tuple[KVGroupSp
 
 
 def with_states(
-    groups: tuple[KVGroupSpec, ...], spec: KVSpec, state_bytes: int, block_size: int
+    groups: tuple[KVGroupSpec, ...], spec: KVSpec, state_bytes: Sequence[int], block_size: int
 ) -> tuple[tuple[KVGroupSpec, ...], KVSpec]:
-    """Adds groups for a state of so many bytes, as many as it takes blocks, to those of a model, and returns them with
-    what a block holds. Blocks of a model without attention are as large as the state. Raises ConfigError if there are
-    more groups than keys of blocks can name."""
+    """Adds groups for a state to those of a model, as many as it takes blocks, and returns them with what a block of
+    this rank holds. `state_bytes`: of the state, by the layer of blocks that they lie in. Blocks of a model without
+    attention have one layer, as large as the state. Raises ConfigError if there are more groups than keys of blocks can
+    name."""
+    most = max(state_bytes)
     if not groups:
-        head_dim = -(-state_bytes // (2 * block_size * spec.dtype.itemsize))
+        head_dim = -(-most // (2 * block_size * spec.dtype.itemsize))
         spec = replace(spec, num_layers=1, head_dim=head_dim, value_head_dim=head_dim)
-    bytes_per_block = spec.bytes_per_block(block_size)
-    num_parts = -(-state_bytes // bytes_per_block)
+    (whole,) = all_in_one(spec, [None] * len(state_bytes))
+    whole = replace(whole, kind="state", num_kv_heads=groups[0].num_kv_heads if groups else spec.num_kv_heads)
+    layer_bytes = replace(spec, num_layers=1, num_kv_heads=whole.num_kv_heads).bytes_per_block(block_size)
+    num_parts = -(-most // layer_bytes)
     if len(groups) + num_parts > MAX_KV_GROUPS:
-        least = -(-state_bytes * block_size // (bytes_per_block * (MAX_KV_GROUPS - len(groups))))
-        reason = f"a state of {state_bytes} bytes takes {num_parts} blocks of {block_size} tokens; at least {least}"
-        raise ConfigError.of("block_size", reason)
-    (whole,) = all_in_one(spec, [None] * spec.num_layers)
-    sizes = [min(bytes_per_block, state_bytes - part * bytes_per_block) for part in range(num_parts)]
-    return (*groups, *(replace(whole, kind="state", state_bytes=size) for size in sizes)), spec
+        least = -(-most * block_size // (layer_bytes * (MAX_KV_GROUPS - len(groups))))
+        takes = f"a state of {sum(state_bytes)} bytes takes {num_parts} blocks of {block_size} tokens"
+        raise ConfigError.of("block_size", f"{takes}; at least {least}")
+    starts = range(0, num_parts * layer_bytes, layer_bytes)
+    sizes = [sum(max(0, min(layer_bytes, each - start)) for each in state_bytes) for start in starts]
+    return (*groups, *(replace(whole, state_bytes=size) for size in sizes)), spec
 
 
 def share_blocks(groups: Sequence[KVGroupSpec], runs: Sequence[range]) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ from common.engine.model.rank_loader import load_rank, outline_of
 from common.engine.model.ranks import together
 from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.model.stages import Stage, whole_model
-from common.engine.model.states import StateLayer
+from common.engine.model.stages import refused as refused_stages
+from common.engine.model.states import StateLayer, block_layers_of
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -77,7 +78,8 @@ class LoadedModel:
     weight_files: list[Path]
     directory: Path
     layers_by_stage: tuple[int, ...]  # see KVLayout
-    state_layers: Sequence[StateLayer] = ()  # in layer order
+    state_layers: Sequence[StateLayer] = ()  # of this stage, in layer order
+    state_bytes: tuple[int, ...] = ()  # of all stages, by the layer of blocks that they lie in; empty: there are none
     recurrences: Recurrences | None = None  # kernels by which these decode
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
@@ -115,6 +117,7 @@ def load_model(
     kv_groups, layers_by_stage = _group(found, links, group_layers)
     if ranks.size > 1:
         kv_groups = _of_all_ranks(kv_groups, model, probed, ranks.size)
+    state_layers, state_bytes = _place_states(probed.state_layers, layers_by_stage, links)
     text_config = model.config.get_text_config()
     vocab_size = min(int(text_config.vocab_size), int(model.get_input_embeddings().num_embeddings))
     row_sampler, sampler_failed = find_row_sampler(device, vocab_size, model.dtype)
@@ -134,7 +137,8 @@ def load_model(
         kv_spec=replace(probed.spec, num_layers=layers_by_stage[links.stage]),
         layers_by_stage=layers_by_stage if links.num_stages > 1 else (),
         attention_modules=[] if found.decoder else probed.attention_modules,
-        state_layers=probed.state_layers,
+        state_layers=state_layers,
+        state_bytes=state_bytes,
         recurrences=found.recurrences,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
@@ -358,7 +362,10 @@ def _load_and_probe(source: _Source) -> _Probed:
     recurrences = device.recurrences() if probed.state_layers and not failed else None
     if recurrences is not None:
         try:
-            check_recurrences(model, stage, probed, recurrences)
+            with together(source.all_ranks):
+                check_recurrences(model, stage, probed, recurrences)
+        except EngineDeadError:
+            raise
         except NoKernelError as error:
             logger.info("decoding with torch's operators, as there are no kernels for %s", error)
             recurrences = None
@@ -377,17 +384,40 @@ def _group(
     text is none."""
     limit = _max_model_len(found.model.config.get_text_config())
     own = [args.window for args in found.probed.attention_args]
-    joined = links.join([None if window is None or window.size >= limit else window for window in own])
+    if links.num_stages > 1 and len(own) != len(found.stage.kv_layers):
+        raise refused_stages(f"{type(found.model).__name__} has layers with a state and KV, or with neither")
+    joined = links.join("windows", [None if window is None or window.size >= limit else window for window in own])
     windows = [None if window is None else Window(*window) for window in joined]
     spec = found.probed.spec
     groups = group_layers(spec, windows)
     if len(groups) <= 1 or not found.is_fusable:
         try:
-            return groups, share_blocks(groups, found.stage.runs)
+            return groups, share_blocks(groups, found.stage.kv_runs)
         except ConfigError as error:
             logger.info("blocks of this model are kept beyond its windows: %s", error.message)
     groups = all_in_one(spec, windows)
-    return groups, share_blocks(groups, found.stage.runs)
+    return groups, share_blocks(groups, found.stage.kv_runs)
+
+
+def _place_states(
+    own: Sequence[StateLayer], layers_by_stage: Sequence[int], links: StageLinks
+) -> tuple[list[StateLayer], tuple[int, ...]]:
+    """The layers of this stage in their places in its blocks, and the bytes of all stages' states in each layer of a
+    block. Raises ConfigError if they are not in the stages that have these."""
+    sizes = [size or 0 for size in links.join("bytes of states", [layer.num_bytes for layer in own])]
+    if not sizes:
+        return [], ()
+    num_layers = max(1, sum(layers_by_stage))  # one, if nothing has KV
+    places = block_layers_of(len(sizes), num_layers)
+    first = sum(layers_by_stage[: links.stage])
+    of_stage = [place - first for place in places if 0 <= place - first < max(1, layers_by_stage[links.stage])]
+    if len(of_stage) != len(own):
+        raise refused_stages(f"a stage has {len(own)} of {len(sizes)} states, and room for those of {len(of_stage)}")
+    placed = [layer._replace(block_layer=place) for layer, place in zip(own, of_stage, strict=True)]
+    by_layer = [0] * num_layers
+    for size, place in zip(sizes, places, strict=True):
+        by_layer[place] += size
+    return placed, tuple(by_layer)
 
 
 def _warn_of_kernels(error: Exception) -> None:

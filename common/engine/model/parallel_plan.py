@@ -19,7 +19,8 @@ Where there are fewer KV heads than ranks, each rank has one, and some have the 
 its plan is refused, as is one without a plan: a layer that is cut wrongly computes something else without an error.
 
 Where a plan does not cut attention by heads, each rank has the queries, keys and values of all, attends with its own,
-and caches no others (`OwnHeads`).
+and caches no others (`OwnHeads`). Layers that keep a state are computed as a whole by each rank; a plan that leaves one
+a part of such a layer's inputs or outputs is refused.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from common.engine.model.states import state_modules
 from common.errors import ConfigError
 
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj"})
-_TAKES_ALL_HEADS = frozenset({"colwise_gather_output", "rowwise_split_input"})
+_TAKES_AND_GIVES_ALL = frozenset({"colwise_gather_output", "rowwise_split_input"})
 _KV_PROJECTIONS = frozenset({"k_proj", "v_proj"})
 _EXPERTS = "moe_tp_experts"
 _OF_EXPERTS = {  # the dimension that is cut, and its runs: those of gates and of what they let through
@@ -111,10 +113,11 @@ class Place(NamedTuple):
 def plan_of(model: Any, rank: int, size: int, experts_place: Place | None = None) -> RankPlan:
     """The plan of a model that may be on the meta device. Raises ConfigError if it cannot be cut. `experts_place`:
     experts are cut whole, among these ranks."""
-    heads = heads_of(model.config, size)
     if experts_place is not None and size == 1:
         return RankPlan({}, *_whole_experts(model, _planned_experts(model), experts_place))
     styles = _styles(model)
+    _check_states(model, styles)
+    heads = heads_of(model.config, size)
     experts = [layer for layer, style in styles.items() if style == _EXPERTS]
     _check_complete(model, styles, experts)
     attentions = _with_all_heads(model, styles)
@@ -189,7 +192,20 @@ def _styles(model: Any) -> dict[str, str]:
         if not _is_supported(model, layer, planned, style):
             raise refused(f"the plan of {name} has style {style} for {layer}, which is not supported")
         styles[layer] = style
+    if not _CUTS_LAYERS.intersection(styles.values()):
+        raise refused(f"the plan of {name} cuts none of its layers")
     return styles
+
+
+def _check_states(model: Any, styles: dict[str, str]) -> None:
+    """Raises ConfigError if a rank would have a part of a state."""
+    keeping = set(state_modules(model))
+    for name, module in model.named_modules():
+        if module in keeping:
+            own = [layer for layer in styles if layer.startswith(f"{name}.")]
+            cut = [layer for layer in own if styles[layer] not in _TAKES_AND_GIVES_ALL]
+            if cut:
+                raise refused(f"the plan of {type(model).__name__} cuts {cut[0]}, of a layer that keeps a state")
 
 
 def _is_elsewhere(planned: object) -> bool:
@@ -204,7 +220,7 @@ def _is_supported(model: Any, layer: str, planned: object, style: str) -> bool:
         return isinstance(planned, nn.Module)
     if isinstance(planned, nn.Parameter):
         return planned.dim() == 3 and style in _OF_EXPERTS
-    return type(planned) is nn.Linear and style in ("colwise", "rowwise", *_TAKES_ALL_HEADS)
+    return type(planned) is nn.Linear and style in ("colwise", "rowwise", *_TAKES_AND_GIVES_ALL)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -221,7 +237,7 @@ def _with_all_heads(model: Any, styles: dict[str, str]) -> list[str]:
         own = {styles.get(f"{name}.{child}", "replicate") for child, _ in module.named_children()}
         if not own & {"colwise", "rowwise"}:
             found.append(name)
-        elif own & _TAKES_ALL_HEADS or "colwise" not in own:
+        elif own & _TAKES_AND_GIVES_ALL or "colwise" not in own:
             raise refused(f"the plan of {type(model).__name__} does not cut its attention by heads")
     return found
 

@@ -118,7 +118,7 @@ def check_recurrences(model: Any, stage: Stage, probed: ProbedModel, recurrences
 def _probe(model: Any, stage: Stage) -> ProbedModel:
     name = type(model).__name__
     text_config = model.config.get_text_config()
-    layer_types = list(getattr(text_config, "layer_types", None) or [])
+    layer_types = list(getattr(text_config, "layer_types", None) or [])[stage.layers.start : stage.layers.stop]
     states = state_modules(model)
     supported = _SUPPORTED_LAYER_TYPES | _BESIDE_STATES if states else _SUPPORTED_LAYER_TYPES
     unsupported = sorted(set(layer_types) - supported)
@@ -257,8 +257,7 @@ def _spec_of(
     shapes = {(call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
     if len(shapes) > 1:
         raise ModelLoadError(f"{name} caches different shapes per layer: {sorted(shapes)}", param="model")
-    own_types = [] if states else layer_types[stage.layers.start : stage.layers.stop]
-    for layer, layer_type, call in zip(stage.layers, own_types, calls, strict=False):
+    for layer, layer_type, call in zip(stage.layers, [] if states else layer_types, calls, strict=False):
         if call.args.window is None:
             found = None
         else:

@@ -1,8 +1,8 @@
 """Loads one rank's part of a model.
 
 The model is made without weights, which are then read part by part: no rank ever holds the whole model. Weights that
-the checkpoint has under other names, or each expert's by themselves, are found as `transformers` does it; a model that
-wants anything else to be done with its weights is refused.
+the checkpoint has under other names, or by themselves, as those of each expert, are found as `transformers` does it; a
+model that wants anything else to be done with its weights is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -42,7 +43,6 @@ from common.engine.model.parallel_plan import (
 )
 from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, cut_stage, whole_model
-from common.engine.model.states import state_modules
 from common.errors import ModelLoadError
 
 _ONLY = Place(0, 1)
@@ -118,8 +118,6 @@ def outline_of(
             model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
     is_planned = rank.size > 1 or experts is not None
-    if (is_planned or stage.size > 1) and state_modules(model):
-        raise refused(f"{type(model).__name__} has layers that keep a state, which are not cut among ranks or stages")
     own = cut_stage(model, stage.rank, stage.size) if stage.size > 1 else whole_model(model)
     plan = plan_of(model, rank.rank, rank.size, experts) if is_planned else RankPlan({}, {}, [])
     if not is_planned and stage.size == 1:
@@ -151,12 +149,17 @@ def _conversions(model: Any, dtype: torch.dtype) -> list[WeightRenaming | Weight
         raise refused(f"{name} keeps some weights in float32, which is supported with dtype float32 only")
     conversions: list[WeightRenaming | WeightConverter] = get_model_conversion_mapping(model, add_legacy=False)
     for conversion in conversions:
-        is_supported = type(conversion) is WeightRenaming or (
-            type(conversion) is WeightConverter and _merges_experts(conversion)
+        is_supported = type(conversion) in (WeightRenaming, PrefixChange) or (
+            type(conversion) is WeightConverter and (_joins(conversion) or _merges_experts(conversion))
         )
         if not is_supported:
             raise refused(f"{name} converts {conversion.source_patterns[0]} in a way that is not supported for parts")
     return conversions
+
+
+def _joins(converter: WeightConverter) -> bool:
+    """True if it makes one weight of several, one below the other."""
+    return [(type(each), getattr(each, "dim", 0)) for each in converter.operations] == [(Concatenate, 0)]
 
 
 def _merges_experts(converter: WeightConverter) -> bool:
@@ -180,10 +183,11 @@ def _compute_buffers(model: Any) -> None:
 
 
 class _Stored(NamedTuple):
-    """Names of a weight in files, by pattern of what converts it: of each expert's, or one."""
+    """Names of a weight in files, by pattern of what converts it: of each expert's, of its parts, or one."""
 
     patterns: list[str]
     names: dict[str, list[str]]
+    is_joined: bool  # of parts
 
 
 class _WeightFiles:
@@ -205,12 +209,12 @@ class _WeightFiles:
             file = self._stack.enter_context(safe_open(path, framework="pt"))
             self._file_of.update(dict.fromkeys(file.keys(), file))
         for name in sorted(self._file_of, key=dot_natural_key):  # experts by their numbers
-            own_name, own_pattern, patterns = name.removeprefix(self._prefix), "", [""]
+            own_name, own_pattern, patterns, is_joined = name.removeprefix(self._prefix), "", [""], False
             for conversion in self._conversions:
                 own_name, pattern = conversion.rename_source_key(own_name)
                 if pattern is not None and isinstance(conversion, WeightConverter):
-                    own_pattern, patterns = pattern, conversion.source_patterns
-            stored = self._stored.setdefault(own_name, _Stored(patterns, {}))
+                    own_pattern, patterns, is_joined = pattern, conversion.source_patterns, _joins(conversion)
+            stored = self._stored.setdefault(own_name, _Stored(patterns, {}, is_joined))
             stored.names.setdefault(own_pattern, []).append(name)
         return self
 
@@ -223,8 +227,16 @@ class _WeightFiles:
         return name in self._stored
 
     def read(self, name: str, like: torch.Tensor, part: Part | None) -> torch.Tensor:
-        """A copy of a tensor, or of a part of it. Raises ModelLoadError if the whole has not the shape of `like`."""
-        patterns, names = self._stored[name]
+        """A copy of a tensor, or of a part of it. Raises ModelLoadError if the whole has not the shape of `like`, and
+        ConfigError for a part of what is joined."""
+        patterns, names, is_joined = self._stored[name]
+        if is_joined and part is not None:
+            raise refused(f"{name} is made of several weights, and is not cut")
+        if is_joined:
+            found = [self._file_of[each].get_tensor(each) for pattern in patterns for each in names.get(pattern, ())]
+            joined = torch.cat(found).to(like.dtype)
+            _check_shape(name, list(joined.shape), list(like.shape))
+            return joined
         if patterns == [""]:
             return self._read(names[""][0], list(like.shape), like.dtype, part)
         num_experts, rows, *others = like.shape
@@ -242,8 +254,7 @@ class _WeightFiles:
     def _read(self, name: str, shape: list[int], dtype: torch.dtype, part: Part | None) -> torch.Tensor:
         file = self._file_of[name]
         tensor = file.get_slice(name)
-        if (found := tensor.get_shape()) != shape:
-            raise ModelLoadError(f"weight {name} is {found}, but the model's is {shape}", param="model")
+        _check_shape(name, tensor.get_shape(), shape)
         if part is None:
             whole: torch.Tensor = file.get_tensor(name).to(dtype, copy=True)
             return whole
@@ -253,6 +264,11 @@ class _WeightFiles:
         copy = torch.zeros((len(cut) + part.padding, *cut.shape[1:]), dtype=dtype)
         copy[: len(cut)] = cut
         return copy
+
+
+def _check_shape(name: str, found: list[int], wanted: list[int]) -> None:
+    if found != wanted:
+        raise ModelLoadError(f"weight {name} is {found}, but the model's is {wanted}", param="model")
 
 
 def _fill(model: Any, files: _WeightFiles, plan: RankPlan) -> None:

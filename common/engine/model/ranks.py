@@ -101,7 +101,7 @@ class GlooRanks:
 
 @contextlib.contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """Makes code without collectives fail on all ranks if it fails on one."""
+    """Makes code fail on all ranks if it fails on one, after whatever collectives it has."""
     failure: Exception | None = None
     try:
         yield

@@ -26,8 +26,9 @@ class StageLinks(Protocol):
     stage: int
     num_stages: int
 
-    def join(self, own: Sequence[Any]) -> list[Any]:
-        """Joins the values of all stages, as JSON has them, in their order. Each gives the same whenever it is called.
+    def join(self, name: str, own: Sequence[Any]) -> list[Any]:
+        """Joins the values of all stages, as JSON has them, in their order. Each gives the same whenever it is called
+        with the name.
         Waits for the others, also if that takes minutes, as loading weights may."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -46,7 +47,7 @@ class OneStage:
     stage = 0
     num_stages = 1
 
-    def join(self, own: Sequence[Any]) -> list[Any]:
+    def join(self, name: str, own: Sequence[Any]) -> list[Any]:
         """See StageLinks."""
         return list(own)
 
@@ -88,9 +89,9 @@ class GlooStageLinks:
         with self._failures():
             self._group: Any = ProcessGroupGloo(store, stage, num_stages, options)
 
-    def join(self, own: Sequence[Any]) -> list[Any]:
+    def join(self, name: str, own: Sequence[Any]) -> list[Any]:
         """See StageLinks. At the store."""
-        keys = [f"of stage {stage}" for stage in range(self.num_stages)]
+        keys = [f"{name} of stage {stage}" for stage in range(self.num_stages)]
         with self._failures():
             self._store.set(keys[self.stage], json.dumps(own))
             self._store.wait(keys, LOAD_TIMEOUT)

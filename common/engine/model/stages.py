@@ -5,6 +5,9 @@ stages are taken out before weights are read; what is around the layers and smal
 stages have. In a stage that is not the first, the model's own code runs with placeholders for embeddings, and its first
 layer takes what came from the stage before in their place. So whatever a model does to its embeddings is done once, in
 the first stage. A model whose layers get anything else that depends on them is refused.
+
+Where some layers keep a state, which lies in blocks beside the KV of one layer (`block_layers_of`), a cut goes between
+layers so that each stage has the states that lie beside its KV.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.engine.model.states import block_layers_of, state_modules
 from common.errors import ConfigError
 
 
@@ -27,9 +31,13 @@ def refused(reason: str) -> ConfigError:
 class Stage:
     """A stage's run of a model's layers, and the passage of hidden states through them."""
 
-    def __init__(self, runs: Sequence[range], number: int, hidden_size: int) -> None:
-        """`runs`: the layers of each stage."""
-        self.runs = tuple(runs)
+    def __init__(
+        self, runs: Sequence[range], number: int, hidden_size: int, kv_runs: Sequence[range] | None = None
+    ) -> None:
+        """`runs`: the layers of each stage. `kv_runs`: the same, of the layers that have KV, which are counted by
+        themselves; None: all have."""
+        self.kv_runs = tuple(kv_runs or runs)
+        self.kv_layers = self.kv_runs[number]
         self.layers = runs[number]
         self.hidden_size = hidden_size
         self.is_first = number == 0
@@ -109,8 +117,15 @@ def cut_stage(model: Any, number: int, num_stages: int) -> Stage:
     costs = [_num_parameters(layer) for layer in layers]
     costs[0] += _num_parameters(embedding)
     costs[-1] += _num_parameters(head)
-    runs = share_layers(costs, num_stages)
-    stage = Stage(runs, number, int(model.config.get_text_config().hidden_size))
+    num_states = [len(state_modules(layer)) for layer in layers]
+    pieces = _pieces_of(num_states)
+    if any(num_states) and num_stages > len(pieces):
+        reason = f"{num_stages} stages of {type(model).__name__} cannot each have KV and the states beside it"
+        raise refused(f"{reason}; at most {len(pieces)} can")
+    shared = share_layers([sum(costs[layer] for layer in piece) for piece in pieces], num_stages)
+    runs = [range(pieces[run.start].start, pieces[run.stop - 1].stop) for run in shared]
+    kv_runs = [_counted(num_states, run) for run in runs]
+    stage = Stage(runs, number, int(model.config.get_text_config().hidden_size), kv_runs)
     stage.attach(layers)
     for index in set(range(len(layers))) - set(stage.layers):
         layers[index] = OtherLayer(layers[index])
@@ -119,6 +134,27 @@ def cut_stage(model: Any, number: int, num_stages: int) -> Stage:
     if not stage.is_last:
         _replace(model, head, nn.Identity())
     return stage
+
+
+def _pieces_of(num_states: Sequence[int]) -> list[range]:
+    """Runs of layers that are in one stage, by how many states each layer keeps: those without one have KV."""
+    places = block_layers_of(sum(num_states), num_states.count(0))
+    ends = [
+        stop
+        for stop in range(1, len(num_states))
+        if _divides(places, sum(num_states[:stop]), num_states[:stop].count(0))
+    ]
+    return [range(*pair) for pair in itertools.pairwise([0, *ends, len(num_states)])]
+
+
+def _divides(places: Sequence[int], num_states: int, num_kv_layers: int) -> bool:
+    """Whether the first so many states lie beside the first so many layers with KV, and the others do not."""
+    return all((place < num_kv_layers) == (number < num_states) for number, place in enumerate(places))
+
+
+def _counted(num_states: Sequence[int], run: range) -> range:
+    """The layers of a run that have KV, counted by themselves."""
+    return range(num_states[: run.start].count(0), num_states[: run.stop].count(0))
 
 
 def layers_of(model: Any) -> nn.ModuleList:

@@ -9,6 +9,7 @@ code writes states in decodes, it calls those, and states are read and written w
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -21,6 +22,7 @@ from common.engine.devices.recurrences import Recurrences
 from common.engine.model.scan import SCANS, scan_from_state
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_ALIGNMENT = 64  # bytes, of tensors in a state
 _CACHE_METHODS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 _STEPS = {  # functions of a decode that write to a state
     "update_conv_state": {"causal_conv1d_update"},
@@ -80,12 +82,24 @@ class StateTensor(NamedTuple):
     shape: tuple[int, ...]  # of one sequence
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence, with those that align the next tensor."""
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
 
 class StateLayer(NamedTuple):
     """A module that keeps a state."""
 
     module: nn.Module
     tensors: tuple[StateTensor, ...]
+    block_layer: int = 0  # of this rank's blocks, that its state lies in, see `block_layers_of`
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 class SequenceStates:
@@ -133,6 +147,12 @@ class SequenceStates:
     def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
         """Takes it after the tokens."""
         self.states["linear", 0] = state
+
+
+def block_layers_of(num_states: int, num_layers: int) -> list[int]:
+    """The layer of a block in which each of a model's states lies, of so many: in order, and equally many in each.
+    Where stages or ranks have parts of a block, this says which parts the bytes of a state are in."""
+    return [number * num_layers // num_states for number in range(num_states)]
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:

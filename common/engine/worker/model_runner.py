@@ -38,6 +38,7 @@ from common.engine.speculation.guard import NOTHING, GuardedProposer, Proposed
 from common.engine.worker.batch import BatchPacker, PackedBatch
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
+from common.engine.worker.state_blocks import StateBlocks
 from common.engine.worker.state_cache import StateCache
 from common.engine.worker.token_mask import TokenMask
 from common.types import Logprobs, RequestId, SamplingParams
@@ -82,7 +83,7 @@ class ModelRunner:
         self._attentions = [loaded.device.attention(kv_cache, loaded.kernels) for _ in kv_groups]
         if loaded.decoder is None:
             for group, attention in zip(kv_groups, self._attentions, strict=True):
-                own = [layer - stage.layers.start for layer in group.layers if layer in stage.layers]
+                own = [layer - stage.kv_layers.start for layer in group.layers if layer in stage.kv_layers]
                 install([loaded.attention_modules[layer] for layer in own], attention)
         self._recorded: RecordedDecodes | None = None
         self.num_failed_recordings = 0  # see Executor
@@ -102,14 +103,18 @@ class ModelRunner:
         )
         self._proposer = proposer
         self._states: StateCache | None = None
-        if loaded.state_layers:
+        if loaded.state_bytes:
+            blocks = StateBlocks(
+                kv_cache[:, : loaded.kv_spec.num_layers],
+                loaded.ranks,
+                num_kv_heads=loaded.kv_groups[0].num_kv_heads,
+                blocks_per_state=len(loaded.kv_groups) - len(kv_groups),
+            )
             self._states = StateCache(
                 loaded.state_layers,
-                kv_cache,
+                blocks,
                 self._table,
-                num_groups=len(loaded.kv_groups) - len(kv_groups),
                 block_size=block_size,
-                bytes_per_block=loaded.kv_spec.bytes_per_block(block_size),
                 memory=self._memory,
                 recurrences=loaded.recurrences,
             )

@@ -21,15 +21,16 @@ from common.engine.devices.base import Memory
 from common.engine.devices.recurrences import Recurrences
 from common.engine.model.states import StateBatch, StateHook, StateLayer, StateRun, States, StateTensor
 from common.engine.worker.request_table import RequestTable
+from common.engine.worker.state_blocks import StateBlocks
 
-_ALIGNMENT = 64  # bytes
 _FIRST_SLOTS = 8
 
 
 class _Place(NamedTuple):
-    """The place of a tensor in the bytes of a state."""
+    """The place of a tensor in a state."""
 
-    offset: int
+    layer: int  # of the blocks
+    offset: int  # bytes, in what lies there
     tensor: StateTensor
 
 
@@ -58,24 +59,17 @@ class _Save(NamedTuple):
     span: int
 
 
-def state_bytes_of(layers: Sequence[StateLayer]) -> int:
-    """Bytes of the state of one text, in all layers."""
-    return _places_of(layers)[1]
-
-
-def _places_of(layers: Sequence[StateLayer]) -> tuple[list[list[_Place]], int]:
+def _places_of(layers: Sequence[StateLayer]) -> list[list[_Place]]:
+    """Returns the places of each layer's tensors."""
     places: list[list[_Place]] = []
-    offset = 0
+    offsets: dict[int, int] = {}  # by layer of the blocks
     for layer in layers:
         places.append([])
         for tensor in layer.tensors:
-            places[-1].append(_Place(offset, tensor))
-            offset += -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
-    return places, offset
-
-
-def _num_bytes(tensor: StateTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
+            offset = offsets.get(layer.block_layer, 0)
+            places[-1].append(_Place(layer.block_layer, offset, tensor))
+            offsets[layer.block_layer] = offset + tensor.num_bytes
+    return places
 
 
 class StateCache:
@@ -84,27 +78,23 @@ class StateCache:
     def __init__(
         self,
         layers: Sequence[StateLayer],
-        kv_cache: torch.Tensor,
+        blocks: StateBlocks,
         table: RequestTable,
         *,
-        num_groups: int,
         block_size: int,
-        bytes_per_block: int,
         memory: Memory,
         recurrences: Recurrences | None,
     ) -> None:
-        """`num_groups`: of states. Blocks of `kv_cache` hold a part of one in their first `bytes_per_block` bytes."""
+        """`table` has block tables of states after all others."""
         self._table = table
-        self._groups = table.block_tables[-num_groups:]
+        self._blocks = blocks
+        self._groups = table.block_tables[-blocks.shape[1] :]
         self._block_size = block_size
         self._memory = memory
-        self._places, num_bytes = _places_of(layers)
-        self._blocks = kv_cache.flatten(1).view(torch.uint8)[:, :bytes_per_block]
-        self._width = num_groups * bytes_per_block
-        assert num_bytes <= self._width
+        self._places = _places_of(layers)
         self._free: list[int] = []
         self._released: list[int] = []  # slots that a step may still read
-        self._states = memory.zeros((0, self._width), torch.uint8)  # whose bytes beyond the state stay zero
+        self._states = memory.zeros((0, *blocks.shape), torch.uint8)  # whose bytes beyond the state stay zero
         self._grow(_FIRST_SLOTS)
         self._kept: dict[int, dict[int, int]] = {}  # slots of a row's states, by the number of tokens before
         self._saves: list[_Save] = []
@@ -113,15 +103,15 @@ class StateCache:
     def _grow(self, num_slots: int) -> None:
         """Makes room for so many slots. Those in use stay as they are."""
         before = self._states
-        self._states = self._memory.zeros((num_slots, self._width), torch.uint8)
+        self._states = self._memory.zeros((num_slots, *self._blocks.shape), torch.uint8)
         self._states[: len(before)] = before
         self._free += range(len(before), num_slots)
         self._tensors = [{place.tensor.key: self._view(place) for place in places} for places in self._places]
 
     def _view(self, place: _Place) -> torch.Tensor:
         tensor = place.tensor
-        found = self._states[:, place.offset : place.offset + _num_bytes(tensor)]
-        return found.view(tensor.dtype).view(-1, *tensor.shape)
+        found = self._states[:, place.layer].flatten(1)[:, place.offset : place.offset + tensor.num_bytes]
+        return found.view(tensor.dtype)[:, : math.prod(tensor.shape)].view(-1, *tensor.shape)
 
     def read(self, layer: int, slots: torch.Tensor) -> States:
         """See StateStore."""
@@ -188,7 +178,7 @@ class StateCache:
             [np.array([[table[save.row, save.span] for table in self._groups] for save in self._saves])]
         )
         for save, ids in zip(self._saves, blocks, strict=True):
-            self._blocks[ids] = self._states[save.slot].view(len(ids), -1)
+            self._blocks.save(self._states[save.slot], ids)
         self._saves = []
 
     def _plan(self, row: int, parts: Sequence[_Part]) -> list[_Run]:
@@ -241,7 +231,7 @@ class StateCache:
         ids = np.array([table[row, (start - 1) // self._block_size] for table in self._groups])
         assert ids.all(), f"no state after {start} tokens"
         (blocks,) = self._memory.upload([ids])
-        self._states[slot] = self._blocks[blocks].flatten()
+        self._states[slot] = self._blocks.load(blocks)
         return slot
 
     def _allocate(self) -> int:

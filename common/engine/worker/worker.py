@@ -52,7 +52,6 @@ from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
 from common.engine.worker.head import Head, HeadRunner
 from common.engine.worker.model_runner import ModelRunner
-from common.engine.worker.state_cache import state_bytes_of
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
 from common.types import RequestId, SamplingParams
@@ -151,7 +150,7 @@ class Worker:
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
-        if loaded.state_layers:
+        if loaded.state_bytes:
             loaded = self._loaded = self._with_states(loaded)
         if self._draft_loaded is not None and self._head and not self._head.module.share_embedding(loaded):
             reason = "the head has no embedding of its own, and the model's is cut into ranks"
@@ -351,9 +350,8 @@ class Worker:
 
     def _with_states(self, loaded: LoadedModel) -> LoadedModel:
         """Adds the KV groups of its layers' states."""
-        groups, spec = with_states(
-            loaded.kv_groups, loaded.kv_spec, state_bytes_of(loaded.state_layers), self._config.cache.block_size
-        )
+        block_size = self._config.cache.block_size
+        groups, spec = with_states(loaded.kv_groups, loaded.kv_spec, loaded.state_bytes, block_size)
         return replace(loaded, kv_groups=groups, kv_spec=spec)
 
     @property
@@ -452,7 +450,7 @@ class Worker:
             self._profile(loaded)
         for_kv = int(memory.free_bytes() * (cache.memory_fraction or memory.default_fraction))
         max_num_seqs = self._config.scheduler.max_num_seqs
-        of_states = max_num_seqs * state_bytes_of(loaded.state_layers)
+        of_states = max_num_seqs * sum(layer.num_bytes for layer in loaded.state_layers)
         if of_states >= for_kv:
             reason = f"states of {max_num_seqs} running requests take {of_states / 2**30:.1f} GiB"
             raise ConfigError.of("max_num_seqs", f"{reason}, of {for_kv / 2**30:.1f} GiB for them and the KV cache")

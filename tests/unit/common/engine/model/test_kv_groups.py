@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import KVSpec
 from common.engine.kv_cache import KVGroups, create_kv_cache_manager
-from common.engine.model.kv_groups import by_window, share_blocks
+from common.engine.model.kv_groups import by_window, share_blocks, with_states
 from tests.unit.common.engine.kv_cache.test_kv_cache_manager import make_request
 
 SPEC = KVSpec(1, 2, 16, 16, torch.float32)
@@ -47,6 +49,23 @@ def test_groups_have_as_many_layers_as_there_are_of_the_rarer_kind(
     assert found == list(sizes)
     assert [group.kind == "full" for group in groups] == [True] * len(sizes[0]) + [False] * len(sizes[1])
     assert share_blocks(groups, [range(len(windows))]) == (max(map(len, (group.layers for group in groups))),)
+
+
+def test_a_state_takes_as_many_blocks_as_its_largest_layer() -> None:
+    layer_bytes = SPEC.bytes_per_block(16)
+    groups = by_window(SPEC, [FULL] * 3)
+    sizes = (layer_bytes, 2 * layer_bytes + 1, 2 * layer_bytes)
+    found, _ = with_states(groups, SPEC, sizes, 16)
+    assert [(group.kind, group.layers) for group in found[1:]] == [("state", (0, 1, 2))] * 3
+    assert [group.state_bytes for group in found[1:]] == [3 * layer_bytes, 2 * layer_bytes, 1]
+
+
+def test_a_rank_has_as_many_groups_of_states_as_all_have() -> None:
+    whole = replace(SPEC, num_layers=3)
+    groups, sizes = by_window(whole, [FULL] * 3), (5000, 7000, 9000)
+    alone, _ = with_states(groups, whole, sizes, 16)
+    for own in (replace(whole, num_kv_heads=1), replace(whole, num_layers=2)):
+        assert with_states(groups, own, sizes, 16) == (alone, own)
 
 
 def num_sequences(num_tokens: int, windows: list[Window | None], num_layers_of_pool: int, *, by_group: bool) -> int:

@@ -11,6 +11,7 @@ from common.engine.model.kv_groups import share_blocks
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import cut_stage, share_layers
 from common.errors import ConfigError
+from tests.architectures.models import model_dir
 from tests.tiny_models import random_model, reference_model, tiny_config, tiny_model_dir
 
 CUT = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -83,6 +84,18 @@ def test_stages_one_after_the_other_compute_what_the_model_does(name, num_stages
     parameters = [{name for name, _ in model.named_parameters() if ".layers." in name} for model, _ in stages]
     for number, names in enumerate(parameters):
         assert not any(names & others for others in parameters[:number])
+
+
+def test_stages_have_the_states_that_lie_beside_their_kv():
+    directory, tokens = model_dir("qwen3_next", times=3), torch.arange(20)
+    with torch.inference_mode():
+        expected = reference_model(directory)(tokens[None]).logits[0]
+    stages = list(stages_of(directory, 2))
+    assert sorted((len(stage.layers), len(stage.kv_layers)) for _, stage in stages) == [(3, 1), (6, 2)]
+    torch.testing.assert_close(passed_through(stages, tokens), expected)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with pytest.raises(ConfigError, match="cannot each have KV and the states beside it; at most 3 can"):
+        cut_stage(model, 0, 4)
 
 
 @pytest.mark.parametrize("class_name", ["GraniteConfig", "CohereConfig"])

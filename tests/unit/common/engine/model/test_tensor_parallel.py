@@ -4,12 +4,16 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from common.demo_model import demo_model_path
 from common.engine.config import ModelConfig
 from common.engine.model.loader import load_model
+from common.engine.model.parallel_plan import Place, plan_of
+from common.engine.model.rank_loader import outline_of
+from common.errors import ConfigError
 from tests.architectures.models import model_dir
 from tests.tiny_models import (
     TINY_MODELS,
@@ -116,6 +120,47 @@ def test_other_architectures_on_two_ranks(run, tmp_path, name):
     directory = saved(tmp_path, tiny_config(config_class, **settings))
     for answer in run(2, directory):
         assert answer.get("tokens") == expected_of(directory), answer.get("message")
+
+
+@pytest.mark.cell(feature="states of {name}", degrees="{size}")
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        (2, "qwen3_next"),
+        pytest.param(4, "qwen3_next", marks=pytest.mark.matrix),  # each KV head is on two ranks
+        *(
+            pytest.param(2, name, marks=pytest.mark.matrix)
+            for name in (
+                "granitemoehybrid",
+                "jamba",
+                "kimi_linear",
+                "minimax",
+                "olmo_hybrid",
+                "qwen3_5_moe_text",
+                "qwen3_5_text",
+            )
+        ),
+    ],
+)
+def test_ranks_compute_whole_states(run, size, name):
+    directory = model_dir(name)
+    for answer in run(size, directory, block_size=16):
+        assert answer.get("tokens") == expected_of(directory), answer.get("message")
+
+
+def test_a_plan_that_cuts_a_state_is_refused():
+    config = AutoConfig.from_pretrained(model_dir("qwen3_next"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model._tp_plan = {**model.tp_plan, "model.layers.*.linear_attn.out_proj": "rowwise"}
+    with pytest.raises(ConfigError, match=r"cuts model\.layers\.0\.linear_attn\.out_proj, of a layer that keeps"):
+        plan_of(model, 0, 2)
+
+
+def test_a_plan_that_cuts_no_layer_is_refused():
+    config = AutoConfig.from_pretrained(model_dir("nemotron_h"))  # whose experts are cut, but has none
+    with pytest.raises(ConfigError, match="the plan of NemotronHForCausalLM cuts none of its layers"):
+        outline_of(config, torch.float32, Place(0, 2))
 
 
 def test_all_at_once_equals_chunks(run):

@@ -15,8 +15,8 @@ class QueueLinks(OneStage):
         self._passed = passed
         self.sent = []  # and copies, as they must not change
 
-    def join(self, own):
-        return [None] * self._num_layers
+    def join(self, name, own):
+        return [None] * self._num_layers if name == "windows" else []
 
     def receive(self, shape, dtype):
         hidden = self._passed.popleft()
