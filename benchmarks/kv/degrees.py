@@ -166,7 +166,7 @@ class _Rank:
         self._rank = rank
         self._connector = create_connector(config.connector)
         group = KVGroupSpec(tuple(range(NUM_LAYERS)), NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, "bfloat16")
-        self._layout = KVLayout(config.cache.block_size, (group,), config.parallel.tensor_parallel_size)
+        self._layout = KVLayout(BLOCK_SIZE, (group,), config.parallel.tensor_parallel_size)
 
     def load_model(self) -> ModelFacts:
         """See RankWorker."""

@@ -88,10 +88,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
 
 
+DEFAULT_BLOCK_SIZE = 16
+MAX_BLOCK_SIZE = 1024
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV cache: its blocks and their memory."""
 
-    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_BLOCK_SIZE)] | None,
+        Meta(description="Tokens per KV block; default: 16, or more for layers that keep a large state."),
+    ] = None
     kv_cache_memory: Annotated[
         PositiveInt | None, Meta(description="Bytes of KV cache, of each rank; default: from measured free memory.")
     ] = None

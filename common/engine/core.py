@@ -466,7 +466,7 @@ def _resolve_num_blocks(cache: CacheConfig, facts: ModelFacts) -> int:
 def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> int:
     """Tokens of the longest request, which alone must fit the KV cache."""
     wanted = config.model.max_model_len
-    block_size = config.cache.block_size
+    block_size = facts.layout.block_size
     most = -(-facts.max_model_len // block_size)
     fitting = max_spans_in(facts.layout.groups, num_blocks - 1, most) * block_size  # the null block holds no tokens
     if wanted is None:

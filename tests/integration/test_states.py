@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from common.engine.client.inproc import InprocClient
 from common.engine.llm import LLM
 from common.engine.messages import AddRequest
+from common.engine.model import kv_groups
 from common.engine.scheduler import scheduler
 from common.errors import ConfigError
 from common.types import RequestId, SampledToken, SamplingParams
@@ -89,6 +90,16 @@ def test_ranks_say_what_transformers_says(
             completions = llm.generate(some, GREEDY, use_tqdm=False)
             assert [completion.token_ids for completion in completions] == expected(directory, some)
         assert llm._client.stats().prefix_cache_hits
+        assert llm.check_integrity().violations == []
+
+
+def test_blocks_are_as_large_as_states_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_groups, "_MOST_PARTS", 1)
+    directory, prompts = model_dir("qwen3_next"), [prompt_of(length) for length in (5, 70)]
+    with LLM(directory, num_blocks=64, num_threads=1) as llm:
+        assert (llm.spec.block_size, num_states(llm)) == (64, 1)
+        completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [completion.token_ids for completion in completions] == expected(directory, prompts)
         assert llm.check_integrity().violations == []
 
 

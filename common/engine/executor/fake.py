@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from common.engine.config import EngineConfig
+from common.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout, MappedPart, Part, map_layouts
@@ -422,19 +422,21 @@ class FakeExecutor:
 
 def create_fake_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor that fits `config`."""
-    return FakeExecutor(block_size=config.cache.block_size)
+    return FakeExecutor(block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE)
 
 
 def create_fake_direct_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor with a direct connector to all others of this kind in this process."""
-    return FakeExecutor(block_size=config.cache.block_size, connector=DirectMemoryConnector())
+    return FakeExecutor(block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE, connector=DirectMemoryConnector())
 
 
 def create_fake_ranks_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor of two ranks, or as many as are set."""
-    return FakeExecutor(block_size=config.cache.block_size, num_ranks=max(2, config.parallel.tensor_parallel_size))
+    return FakeExecutor(
+        block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE, num_ranks=max(2, config.parallel.tensor_parallel_size)
+    )
 
 
 def create_fake_groups_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor whose model has two KV groups, a full one and a window."""
-    return FakeExecutor(block_size=config.cache.block_size, groups=TWO_GROUPS)
+    return FakeExecutor(block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE, groups=TWO_GROUPS)

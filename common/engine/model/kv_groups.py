@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from common.engine.config import DEFAULT_BLOCK_SIZE, MAX_BLOCK_SIZE
 from common.engine.contract.kv_groups import KVGroupSpec, Window
 from common.engine.devices.attention import KVSpec
 from common.engine.model.stages import refused
@@ -12,6 +13,7 @@ from common.errors import ConfigError
 from common.types import MAX_KV_GROUPS
 
 _NEARLY_EQUAL = 1.5  # times as many layers of one kind as of another
+_MOST_PARTS = 16  # blocks of a state: each is a group
 _MOST_OF_A_KIND = 8  # groups: each has a block table, which is packed in each step
 
 GroupLayers = Callable[[KVSpec, Sequence[Window | None]], tuple[KVGroupSpec, ...]]
@@ -53,6 +55,17 @@ def by_window(spec: KVSpec, windows: Sequence[Window | None]) -> tuple[KVGroupSp
     )
 
 
+def default_block_size(groups: Sequence[KVGroupSpec], spec: KVSpec, state_bytes: Sequence[int]) -> int:
+    """The tokens of a block if they are not set, the same on all ranks: doubled until a state takes few blocks, if that
+    is possible. `state_bytes`: see `with_states`."""
+    size = DEFAULT_BLOCK_SIZE
+    if groups and state_bytes:
+        least = max(state_bytes) / _MOST_PARTS  # of a layer of a block
+        while size < MAX_BLOCK_SIZE and _layer_bytes(spec, groups[0].num_kv_heads, size) < least:
+            size *= 2
+    return size
+
+
 def with_states(
     groups: tuple[KVGroupSpec, ...], spec: KVSpec, state_bytes: Sequence[int], block_size: int
 ) -> tuple[tuple[KVGroupSpec, ...], KVSpec]:
@@ -66,7 +79,7 @@ def with_states(
         spec = replace(spec, num_layers=1, head_dim=head_dim, value_head_dim=head_dim)
     (whole,) = all_in_one(spec, [None] * len(state_bytes))
     whole = replace(whole, kind="state", num_kv_heads=groups[0].num_kv_heads if groups else spec.num_kv_heads)
-    layer_bytes = replace(spec, num_layers=1, num_kv_heads=whole.num_kv_heads).bytes_per_block(block_size)
+    layer_bytes = _layer_bytes(spec, whole.num_kv_heads, block_size)
     num_parts = -(-most // layer_bytes)
     if len(groups) + num_parts > MAX_KV_GROUPS:
         least = -(-most * block_size // (layer_bytes * (MAX_KV_GROUPS - len(groups))))
@@ -75,6 +88,11 @@ def with_states(
     starts = range(0, num_parts * layer_bytes, layer_bytes)
     sizes = [sum(max(0, min(layer_bytes, each - start)) for each in state_bytes) for start in starts]
     return (*groups, *(replace(whole, state_bytes=size) for size in sizes)), spec
+
+
+def _layer_bytes(spec: KVSpec, num_kv_heads: int, block_size: int) -> int:
+    """Bytes of a layer of a block, of all ranks."""
+    return replace(spec, num_layers=1, num_kv_heads=num_kv_heads).bytes_per_block(block_size)
 
 
 def share_blocks(groups: Sequence[KVGroupSpec], runs: Sequence[range]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import Cache
 
 from common.engine.devices.attention import AttentionArgs, KVSpec
 from common.engine.devices.recurrences import Recurrences
@@ -120,6 +121,10 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
     text_config = model.config.get_text_config()
     layer_types = list(getattr(text_config, "layer_types", None) or [])[stage.layers.start : stage.layers.stop]
     states = state_modules(model)
+    if states and not hasattr(Cache, "get_conv_state"):
+        raise ModelLoadError(
+            f"{name} has layers that keep a state, for which transformers must be 5.21 at least", param="model"
+        )
     supported = _SUPPORTED_LAYER_TYPES | _BESIDE_STATES if states else _SUPPORTED_LAYER_TYPES
     unsupported = sorted(set(layer_types) - supported)
     if unsupported:

@@ -37,7 +37,7 @@ from common.engine.model.eagle3 import load_eagle3
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.heads import LoadedHead
-from common.engine.model.kv_groups import GroupLayers, by_window, with_states
+from common.engine.model.kv_groups import GroupLayers, by_window, default_block_size, with_states
 from common.engine.model.loader import LoadedModel, load_model
 from common.engine.model.mtp import load_mtp
 from common.engine.model.stage_links import OneStage, StageLinks
@@ -123,6 +123,7 @@ class Worker:
         self._connector: WorkerConnector | None = None
         self._fences: StepFences | None = None
         self._kv_cache: torch.Tensor | None = None
+        self._block_size = 0  # tokens; set with the model
         self._runner: ModelRunner | None = None
         self._proposer: Proposer | None = None
         self._draft_loaded: LoadedModel | None = None
@@ -150,12 +151,15 @@ class Worker:
             self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
         )
         self._ranks = loaded.ranks
+        self._block_size = self._config.cache.block_size or default_block_size(
+            loaded.kv_groups, loaded.kv_spec, loaded.state_bytes
+        )
         if loaded.state_bytes:
             loaded = self._loaded = self._with_states(loaded)
         if self._draft_loaded is not None and self._head and not self._head.module.share_embedding(loaded):
             reason = "the head has no embedding of its own, and the model's is cut into ranks"
             raise ConfigError.of("speculative", reason)
-        block_size = self._config.cache.block_size
+        block_size = self._block_size
         dtype = str(loaded.dtype).removeprefix("torch.")
         try:
             fingerprint = fingerprint_model(
@@ -192,7 +196,7 @@ class Worker:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Executor.initialize_kv_cache."""
         assert self._loaded is not None
-        block_size = self._config.cache.block_size
+        block_size = self._block_size
         spec = self._cache_spec(self._loaded)
         self._kv_cache = kv_cache = allocate_kv_cache(spec, num_blocks, block_size, self._loaded.device)
         features = None if self._head is None else self._open_features(self._head, kv_cache)
@@ -350,8 +354,7 @@ class Worker:
 
     def _with_states(self, loaded: LoadedModel) -> LoadedModel:
         """Adds the KV groups of its layers' states."""
-        block_size = self._config.cache.block_size
-        groups, spec = with_states(loaded.kv_groups, loaded.kv_spec, loaded.state_bytes, block_size)
+        groups, spec = with_states(loaded.kv_groups, loaded.kv_spec, loaded.state_bytes, self._block_size)
         return replace(loaded, kv_groups=groups, kv_spec=spec)
 
     @property
@@ -374,7 +377,7 @@ class Worker:
         if self._head is None or not self._keeps_features_with_kv:
             return 0
         assert self._loaded is not None
-        block_size = self._config.cache.block_size
+        block_size = self._block_size
         of_layer = replace(self._loaded.kv_spec, num_layers=1).bytes_per_block(block_size)
         return -(-feature_bytes_per_block(self._head, block_size) // of_layer)
 
@@ -384,7 +387,7 @@ class Worker:
 
     def _open_features(self, head: LoadedHead, kv_cache: torch.Tensor) -> Features:
         assert self._loaded is not None
-        scheduler, block_size, num_blocks = self._config.scheduler, self._config.cache.block_size, len(kv_cache)
+        scheduler, block_size, num_blocks = self._config.scheduler, self._block_size, len(kv_cache)
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         num_bytes = feature_bytes_per_block(head, block_size)
         with _fitting(f"a head's input for {num_blocks} blocks", num_blocks * num_bytes, self._loaded.device):
@@ -401,7 +404,7 @@ class Worker:
         self, loaded: LoadedModel, num_blocks: int, target: ModelRunner, features: Features | None
     ) -> _Drafts:
         assert self._loaded is not None
-        block_size, scheduler = self._config.cache.block_size, self._config.scheduler
+        block_size, scheduler = self._block_size, self._config.scheduler
         create = ModelRunner if features is None else partial(HeadRunner, features)
         runner = create(
             replace(loaded, eos_token_ids=self._loaded.eos_token_ids),  # which `min_tokens` excludes
@@ -423,7 +426,7 @@ class Worker:
     @property
     def _draft_bytes_per_block(self) -> int:
         """Bytes of the draft model's KV, and of the features that a head takes, unless they are with the model's."""
-        loaded, block_size = self._draft_loaded, self._config.cache.block_size
+        loaded, block_size = self._draft_loaded, self._block_size
         of_kv = 0 if loaded is None else loaded.kv_spec.bytes_per_block(block_size)
         has_own = self._head is not None and not self._keeps_features_with_kv
         return of_kv + (feature_bytes_per_block(self._head, block_size) if self._head and has_own else 0)
@@ -434,10 +437,10 @@ class Worker:
     def _kv_bytes(self, loaded: LoadedModel) -> int:
         """Returns the bytes for the KV cache, at most as many as the scheduler can use."""
         cache = self._config.cache
-        bytes_per_block = self._cache_spec(loaded).bytes_per_block(cache.block_size) + self._draft_bytes_per_block
+        bytes_per_block = self._cache_spec(loaded).bytes_per_block(self._block_size) + self._draft_bytes_per_block
         if cache.num_blocks is not None:
             return cache.num_blocks * bytes_per_block
-        blocks_per_seq = max_blocks_of(loaded.kv_groups, -(-self._max_model_len(loaded) // cache.block_size))
+        blocks_per_seq = max_blocks_of(loaded.kv_groups, -(-self._max_model_len(loaded) // self._block_size))
         usable_blocks = self._config.scheduler.max_num_seqs * blocks_per_seq + 1  # and the null block
         return min(self._available_kv_bytes(loaded), usable_blocks * bytes_per_block)
 
@@ -460,7 +463,7 @@ class Worker:
         """Runs the largest step once over a temporary KV cache, so that the memory measured afterwards is really
         free."""
         num_tokens = min(self._config.scheduler.max_num_batched_tokens, self._max_model_len(loaded))
-        block_size = self._config.cache.block_size
+        block_size = self._block_size
         num_blocks = -(-num_tokens // block_size) + 1
         kv_cache = allocate_kv_cache(loaded.kv_spec, num_blocks, block_size, loaded.device)
         runner = ModelRunner(

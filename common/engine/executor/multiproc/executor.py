@@ -180,7 +180,7 @@ class MultiprocExecutor:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """See Executor."""
         self._call(InitializeKVCache(num_blocks), Done)
-        self._max_tokens = min(self._max_tokens, (num_blocks - 1) // self._num_groups * self._config.cache.block_size)
+        self._max_tokens = min(self._max_tokens, (num_blocks - 1) // self._num_groups * self._facts.layout.block_size)
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """See Executor."""
@@ -219,7 +219,7 @@ class MultiprocExecutor:
     def _run_prompt(self, num_tokens: int) -> None:
         """Runs a step of one prompt, which writes to the first blocks."""
         request_id = RequestId("measured")
-        block_ids = list(range(1, -(-num_tokens // self._config.cache.block_size) + 1))
+        block_ids = list(range(1, -(-num_tokens // self._facts.layout.block_size) + 1))
         new = NewRequest(request_id, [0] * num_tokens, num_tokens, _DRAWN, [block_ids] * self._num_groups, 0)
         self.submit(SchedulerOutput([new], {}, {request_id: num_tokens}, num_tokens), no_masks).result()
         self.submit(SchedulerOutput(dropped_request_ids=[request_id]), no_masks)

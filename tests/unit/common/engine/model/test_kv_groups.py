@@ -10,7 +10,7 @@ import torch
 from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import KVSpec
 from common.engine.kv_cache import KVGroups, create_kv_cache_manager
-from common.engine.model.kv_groups import by_window, share_blocks, with_states
+from common.engine.model.kv_groups import by_window, default_block_size, share_blocks, with_states
 from tests.unit.common.engine.kv_cache.test_kv_cache_manager import make_request
 
 SPEC = KVSpec(1, 2, 16, 16, torch.float32)
@@ -58,6 +58,20 @@ def test_a_state_takes_as_many_blocks_as_its_largest_layer() -> None:
     found, _ = with_states(groups, SPEC, sizes, 16)
     assert [(group.kind, group.layers) for group in found[1:]] == [("state", (0, 1, 2))] * 3
     assert [group.state_bytes for group in found[1:]] == [3 * layer_bytes, 2 * layer_bytes, 1]
+
+
+@pytest.mark.parametrize(
+    ("blocks_of_16", "block_size"), [(1, 16), (16, 16), (17, 32), (33, 64), (1024, 1024), (2000, 1024)]
+)
+def test_the_default_block_size_leaves_a_state_few_blocks(blocks_of_16: int, block_size: int) -> None:
+    groups, state_bytes = by_window(SPEC, [FULL] * 2), [1, blocks_of_16 * SPEC.bytes_per_block(16)]
+    assert default_block_size(groups, SPEC, state_bytes) == block_size
+    assert default_block_size(groups, replace(SPEC, num_kv_heads=1), state_bytes) == block_size, "on each of two ranks"
+
+
+@pytest.mark.parametrize(("groups", "state_bytes"), [((), [10**9]), (by_window(SPEC, [FULL] * 2), [])])
+def test_the_default_block_size_of_models_without_states_or_attention(groups, state_bytes) -> None:
+    assert default_block_size(groups, SPEC, state_bytes) == 16
 
 
 def test_a_rank_has_as_many_groups_of_states_as_all_have() -> None:
