@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from common.engine.client.inproc import InprocClient
+from common.engine.devices.cpu.device import CpuDevice
+from common.engine.devices.decode_inputs import DecodeLimits, Forward
+from common.engine.devices.gpu.decode_graphs import DecodeGraphs
 from common.engine.llm import LLM
 from common.engine.messages import AddRequest
 from common.engine.model import kv_groups
@@ -101,6 +105,55 @@ def test_blocks_are_as_large_as_states_need(monkeypatch: pytest.MonkeyPatch) -> 
         completions = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [completion.token_ids for completion in completions] == expected(directory, prompts)
         assert llm.check_integrity().violations == []
+
+
+def test_recorded_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded as on a GPU, by running the work again; until there are more states than had room when that was done."""
+    num_replays: list[int] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            num_replays.append(1)
+            work()
+
+        return replay
+
+    def record_decodes(device: Any, forward: Forward, kernels: str, limits: DecodeLimits) -> DecodeGraphs:
+        return DecodeGraphs(forward, record, limits, sizes=(2, 4), device=torch.device("cpu"))
+
+    monkeypatch.setattr(CpuDevice, "record_decodes", record_decodes)
+    directory, prompts = model_dir("mamba"), [prompt_of(length) for length in (5, 11, 18)]
+    with LLM(directory, block_size=4, num_blocks=256, num_threads=1, max_num_seqs=4) as llm:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # from here on, so that the rest is a CPU's
+        for _ in range(2):
+            num_replays.clear()
+            completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [completion.token_ids for completion in completions] == expected(directory, prompts)
+            assert len(num_replays) >= 15
+        core: Any = llm._client
+        states = core._core._executor._worker._runner._states
+        states._free.clear()
+        states._released.clear()
+        num_replays.clear()
+        completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [completion.token_ids for completion in completions] == expected(directory, prompts)
+        assert not num_replays
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["bamba", "lfm2", "mamba"])  # others have experts, whose code waits for the GPU
+def test_decode_steps_are_cuda_graphs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, inputs: sizes.append(len(inputs.tokens)) or run(self, inputs))
+    directory, prompts = model_dir(model), [prompt_of(length) for length in (5, 11, 37)]
+    limits = {"block_size": 16, "num_blocks": 128, "max_num_seqs": 4, "device": "cuda", "dtype": "float32"}
+    with LLM(directory, **limits) as llm:
+        for _ in range(2):
+            sizes.clear()
+            completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [completion.token_ids for completion in completions] == expected(directory, prompts)
+            assert len(sizes) >= 15
 
 
 @pytest.fixture(scope="module")

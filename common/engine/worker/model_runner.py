@@ -292,7 +292,8 @@ class ModelRunner:
         tokens = batch.input_ids if self._stage.is_first else self._inputs(batch)
         inputs = DecodeInputs(tokens, batch.positions, batch.attention)
         keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
-        if not batch.prompt_runs and self._recorded is not None and batch.attention.num_decodes == num_tokens:
+        is_recorded = not batch.prompt_runs and batch.attention.num_decodes == num_tokens
+        if self._recorded is not None and is_recorded and (self._states is None or self._states.stage()):
             found = self._run_recorded(self._recorded, inputs)
             if found is not None and not self._stage.is_last:
                 return found.clone()
@@ -339,19 +340,24 @@ class ModelRunner:
         )
         return found[:, : self._loaded.vocab_size] if self._stage.is_last else found
 
+    def _recordable(self, inputs: DecodeInputs) -> torch.Tensor:
+        """See Forward."""
+        if self._states is not None:
+            self._states.begin_recorded(len(inputs.tokens))
+        return self._compute(inputs, None)
+
     @torch.inference_mode()
     def record_decodes(self, max_num_decodes: int) -> None:
         """Records steps of up to so many decodes, if device and model allow it."""
-        if self._loaded.position_dims > 1 or self._states is not None:
+        if self._loaded.position_dims > 1:
             return
-        num_groups = len(self._attentions)
+        num_groups = max(1, len(self._attentions))  # of a model without attention, one that nothing reads
         limits = DecodeLimits(max_num_decodes, self.max_model_len, self._block_size, num_groups=num_groups)
         if not self._stage.is_first:
             limits = limits._replace(token_shape=(self._stage.hidden_size,), token_dtype=self._passed_dtype)
         try:
-            self._recorded = self._loaded.device.record_decodes(
-                lambda inputs: self._compute(inputs, None), self._loaded.kernels, limits
-            )
+            kernels = self._loaded.kernels if self._attentions else "attention"  # there is none that stands in the way
+            self._recorded = self._loaded.device.record_decodes(self._recordable, kernels, limits)
         except RecordedStepError as error:
             self._give_up_recording(error)
 

@@ -8,6 +8,7 @@ they treat KV; a request that comes with computed tokens begins with a copy from
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,7 +24,11 @@ from common.engine.model.states import StateBatch, StateHook, StateLayer, StateR
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.state_blocks import StateBlocks
 
+logger = logging.getLogger(__name__)
+
+SPARE_SLOTS = 10  # beside one for each running request: of steps under way, and of places that no request takes
 _FIRST_SLOTS = 8
+_NOTHING, _STALE = 0, 1  # slots that are only read, and only written, by such places
 
 
 class _Place(NamedTuple):
@@ -92,20 +97,28 @@ class StateCache:
         self._block_size = block_size
         self._memory = memory
         self._places = _places_of(layers)
+        self._fixed: torch.Tensor | None = None  # [2, most decodes], the slots that recorded steps read and write
         self._free: list[int] = []
         self._released: list[int] = []  # slots that a step may still read
         self._states = memory.zeros((0, *blocks.shape), torch.uint8)  # whose bytes beyond the state stay zero
         self._grow(_FIRST_SLOTS)
         self._kept: dict[int, dict[int, int]] = {}  # slots of a row's states, by the number of tokens before
         self._saves: list[_Save] = []
+        no_slots = torch.empty(0, dtype=torch.int64)
+        self._batch = StateBatch(no_slots, no_slots, no_slots, [])
         self.hook = StateHook([layer.module for layer in layers], self, recurrences)
 
     def _grow(self, num_slots: int) -> None:
         """Makes room for so many slots. Those in use stay as they are."""
+        if self._fixed is not None:
+            logger.warning(
+                "decode steps are computed kernel by kernel: there are more than %d states", len(self._states)
+            )
+            self._fixed = None  # what was recorded knows where they were
         before = self._states
         self._states = self._memory.zeros((num_slots, *self._blocks.shape), torch.uint8)
         self._states[: len(before)] = before
-        self._free += range(len(before), num_slots)
+        self._free += range(max(len(before), _STALE + 1), num_slots)
         self._tensors = [{place.tensor.key: self._view(place) for place in places} for places in self._places]
 
     def _view(self, place: _Place) -> torch.Tensor:
@@ -146,7 +159,30 @@ class StateCache:
             found = self._plan(row, sorted(own))
             is_decode = len(found) == 1 and found[0].stop - found[0].start == 1 and found[0].source is not None
             (decodes if is_decode else runs).extend(found)
-        self.hook.begin_step(self._uploaded(decodes, runs))
+        self._batch = self._uploaded(decodes, runs)
+        self.hook.begin_step(self._batch)
+
+    def begin_recorded(self, num_decodes: int) -> None:
+        """Prepares the layers for a step that is recorded. The first that are have the most decodes; from there on
+        states stay where they are, and `stage` says which slots the next step has."""
+        if self._fixed is None:
+            self._grow(max(len(self._states), num_decodes + SPARE_SLOTS))
+            self._fixed = self._memory.zeros((2, num_decodes), torch.int64)
+            self._fixed[1] = _STALE
+        sources, targets = self._fixed[:, :num_decodes]
+        self.hook.begin_step(StateBatch(sources, sources, targets, [], is_all_decodes=True))
+
+    def stage(self) -> bool:
+        """Puts the slots of the step that has begun where recorded steps find them; False if it is to be computed
+        otherwise."""
+        if self._fixed is None or not self._batch.is_all_decodes:
+            return False
+        num_decodes = len(self._batch.sources)
+        slots = (self._batch.sources, self._batch.targets)
+        for fixed, own, rest in zip(self._fixed, slots, (_NOTHING, _STALE), strict=True):
+            fixed[:num_decodes] = own
+            fixed[num_decodes:] = rest
+        return True
 
     def _uploaded(self, decodes: Sequence[_Run], runs: Sequence[_Run]) -> StateBatch:
         """The batch on the device, in one transfer."""

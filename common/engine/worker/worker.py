@@ -52,6 +52,7 @@ from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
 from common.engine.worker.head import Head, HeadRunner
 from common.engine.worker.model_runner import ModelRunner
+from common.engine.worker.state_cache import SPARE_SLOTS
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
 from common.types import RequestId, SamplingParams
@@ -453,7 +454,7 @@ class Worker:
             self._profile(loaded)
         for_kv = int(memory.free_bytes() * (cache.memory_fraction or memory.default_fraction))
         max_num_seqs = self._config.scheduler.max_num_seqs
-        of_states = max_num_seqs * sum(layer.num_bytes for layer in loaded.state_layers)
+        of_states = (max_num_seqs + SPARE_SLOTS) * sum(layer.num_bytes for layer in loaded.state_layers)
         if of_states >= for_kv:
             reason = f"states of {max_num_seqs} running requests take {of_states / 2**30:.1f} GiB"
             raise ConfigError.of("max_num_seqs", f"{reason}, of {for_kv / 2**30:.1f} GiB for them and the KV cache")
