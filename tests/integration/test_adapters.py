@@ -57,7 +57,7 @@ def test_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     prompts = [prompt_of(length) for length in (1, 5, 33, 70)]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     num_groups = 2 if "windows" in variant else 1
-    with LLM(tmp_path, block_size=4, num_blocks=1 + 25 * num_groups, max_num_batched_tokens=16, num_threads=1) as llm:
+    with LLM(tmp_path, block_size=4, num_blocks=1 + 23 * num_groups, max_num_batched_tokens=16, num_threads=1) as llm:
         assert len(llm.spec.layout.groups) == num_groups
         for _ in range(2):
             answers = llm.generate(prompts, params, use_tqdm=False)
