@@ -283,7 +283,7 @@ class FakeExecutor:
     def __init__(
         self,
         *,
-        block_size: int = 16,
+        block_size: int | None = None,
         available_blocks: int = 256,
         vocab_size: int = 512,
         max_model_len: int = 4096,
@@ -300,7 +300,7 @@ class FakeExecutor:
         layers_by_stage: tuple[int, ...] = (),
         drafts: Accuracy | None = None,
     ) -> None:
-        num_kv_heads = num_kv_heads or num_ranks
+        num_kv_heads, block_size = num_kv_heads or num_ranks, block_size or DEFAULT_BLOCK_SIZE
         groups = tuple(
             replace(each, num_kv_heads=num_kv_heads, layers=tuple(range(first, first + num_layers)))
             for first, each in zip(itertools.count(0, num_layers), groups, strict=False)
@@ -422,21 +422,19 @@ class FakeExecutor:
 
 def create_fake_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor that fits `config`."""
-    return FakeExecutor(block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE)
+    return FakeExecutor(block_size=config.cache.block_size)
 
 
 def create_fake_direct_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor with a direct connector to all others of this kind in this process."""
-    return FakeExecutor(block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE, connector=DirectMemoryConnector())
+    return FakeExecutor(block_size=config.cache.block_size, connector=DirectMemoryConnector())
 
 
 def create_fake_ranks_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor of two ranks, or as many as are set."""
-    return FakeExecutor(
-        block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE, num_ranks=max(2, config.parallel.tensor_parallel_size)
-    )
+    return FakeExecutor(block_size=config.cache.block_size, num_ranks=max(2, config.parallel.tensor_parallel_size))
 
 
 def create_fake_groups_executor(config: EngineConfig) -> FakeExecutor:
     """ExecutorFactory of a FakeExecutor whose model has two KV groups, a full one and a window."""
-    return FakeExecutor(block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE, groups=TWO_GROUPS)
+    return FakeExecutor(block_size=config.cache.block_size, groups=TWO_GROUPS)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from common.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from common.engine.config import EngineConfig
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
@@ -30,9 +30,7 @@ class FakeRank:
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str, connector: WorkerConnector) -> None:
         size = config.parallel.tensor_parallel_size
         self._rank = rank
-        executor = FakeExecutor(
-            block_size=config.cache.block_size or DEFAULT_BLOCK_SIZE, num_ranks=size, num_kv_heads=_NUM_KV_HEADS
-        )
+        executor = FakeExecutor(block_size=config.cache.block_size, num_ranks=size, num_kv_heads=_NUM_KV_HEADS)
         self._facts = executor.load_model()
         self._connector = connector
         self._worker = FakeWorker(self._facts, rank, connector)
