@@ -85,6 +85,7 @@ async def test_killed_pods_come_back_on_their_ports_and_cost_nobody_an_answer() 
         cluster.check_integrity()
 
 
+@pytest.mark.slow
 async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
     config.write_text("router: {canary_interval_s: 0, decode_policy: round_robin}\n")

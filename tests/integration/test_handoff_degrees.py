@@ -245,10 +245,10 @@ def test_tokens_of_models_are_those_of_transformers(
     ("connector", "of_producer", "of_consumer"),
     [
         ("nixl", (2, 1), (1, 1)),
-        ("shared-storage", (1, 1), (2, 1)),
         *(
             pytest.param(connector, *cuts, marks=pytest.mark.matrix)
             for connector, cuts in (
+                ("shared-storage", ((1, 1), (2, 1))),
                 ("shared-storage", ((2, 1), (1, 1))),
                 ("nixl", ((1, 1), (2, 1))),
                 ("nixl", ((4, 1), (2, 1))),
@@ -317,7 +317,8 @@ def test_states(connector: KVConnectorConfig, cuts: str) -> None:
                 check_integrity(engine)
 
 
-@pytest.mark.parametrize("connector", [pytest.param("shared-storage", marks=pytest.mark.matrix), "nixl"], indirect=True)
+@pytest.mark.matrix
+@pytest.mark.parametrize("connector", ["shared-storage", "nixl"], indirect=True)
 def test_window_groups_over_stages(connector: KVConnectorConfig, tmp_path: Path) -> None:
     """Alone, and from two stages to one and back."""
     directory = tmp_path / "model"

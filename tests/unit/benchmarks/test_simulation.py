@@ -25,7 +25,7 @@ BASELINES = ("round_robin", "least_loaded", "kv_aware")
             for setup, traces in ((SMALL, ("chats", "agents", "bursts")), (COLOCATED, ("system_prompts", "unshared")))
             for trace in traces
         ),
-        (SMALL, "unshared"),
+        pytest.param(SMALL, "unshared", marks=pytest.mark.slow),
     ],
 )
 def test_kv_aware_beats_round_robin_and_least_loaded_wherever_something_is_shared(setup: Setup, trace: str) -> None:
