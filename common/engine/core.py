@@ -469,6 +469,10 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: 
     block_size = facts.layout.block_size
     most = -(-facts.max_model_len // block_size)
     fitting = max_spans_in(facts.layout.groups, num_blocks - 1, most) * block_size  # the null block holds no tokens
+    if fitting <= 0:
+        least = max_blocks_of(facts.layout.groups, 1) + 1
+        reason = f"{num_blocks} KV blocks hold no request; raise --kv-cache-memory (or --num-blocks {least})"
+        raise ConfigError.of("num_blocks" if config.cache.num_blocks else "kv_cache_memory", reason)
     if wanted is None:
         if fitting < facts.max_model_len:
             logger.warning(

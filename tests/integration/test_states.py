@@ -132,12 +132,28 @@ def test_recorded_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(num_replays) >= 15
         core: Any = llm._client
         states = core._core._executor._worker._runner._states
+        states._fixed, fixed = states._fixed[:, :2], states._fixed  # as if there were more decodes than were recorded
+        num_replays.clear()
+        completions = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [completion.token_ids for completion in completions] == expected(directory, prompts)
+        states._fixed = fixed
         states._free.clear()
         states._released.clear()
         num_replays.clear()
         completions = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [completion.token_ids for completion in completions] == expected(directory, prompts)
         assert not num_replays
+
+
+def test_too_few_blocks_for_any_request_are_named() -> None:
+    directory, prompt = model_dir("qwen3_next"), prompt_of(6)
+    with pytest.raises(ConfigError, match="2 KV blocks hold no request") as caught:
+        LLM(directory, block_size=16, num_blocks=2, num_threads=1)
+    least = int(str(caught.value).rpartition("--num-blocks ")[2].rstrip(")"))
+    with LLM(directory, block_size=16, num_blocks=least, num_threads=1) as llm:
+        assert llm.spec.max_model_len == 16
+        (completion,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
+        assert completion.token_ids == reference_generate(directory, prompt, 10)
 
 
 @pytest.mark.gpu

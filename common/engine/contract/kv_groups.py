@@ -65,5 +65,7 @@ def max_blocks_of(groups: Sequence[KVGroupSpec], num_spans: int) -> int:
 def max_spans_in(groups: Sequence[KVGroupSpec], num_blocks: int, most: int) -> int:
     """How many such runs of a request fit into so many blocks; at most `most`."""
     num_states = sum(group.kind == "state" for group in groups)
-    left = num_blocks - _MAX_STATES * num_states
-    return min(most, left // (len(groups) - num_states)) if len(groups) > num_states else most if left >= 0 else 0
+    left = num_blocks - _MAX_STATES * len(groups)
+    if left < 0:  # as many states as runs
+        return min(most, num_blocks // len(groups))
+    return min(most, _MAX_STATES + left // (len(groups) - num_states)) if len(groups) > num_states else most

@@ -26,7 +26,7 @@ from common.engine.worker.state_blocks import StateBlocks
 
 logger = logging.getLogger(__name__)
 
-SPARE_SLOTS = 10  # beside one for each running request: of steps under way, and of places that no request takes
+_SPARE_SLOTS = 10  # of steps under way, and of places that no request takes
 _FIRST_SLOTS = 8
 _NOTHING, _STALE = 0, 1  # slots that are only read, and only written, by such places
 
@@ -62,6 +62,11 @@ class _Save(NamedTuple):
     slot: int
     row: int
     span: int
+
+
+def num_slots(max_num_seqs: int) -> int:
+    """The slots to have memory for. Prompts whose state is kept on the way take one more in that step."""
+    return max_num_seqs + max(_SPARE_SLOTS, max_num_seqs // 2)
 
 
 def _places_of(layers: Sequence[StateLayer]) -> list[list[_Place]]:
@@ -166,7 +171,7 @@ class StateCache:
         """Prepares the layers for a step that is recorded. The first that are have the most decodes; from there on
         states stay where they are, and `stage` says which slots the next step has."""
         if self._fixed is None:
-            self._grow(max(len(self._states), num_decodes + SPARE_SLOTS))
+            self._grow(max(len(self._states), num_slots(num_decodes)))
             self._fixed = self._memory.zeros((2, num_decodes), torch.int64)
             self._fixed[1] = _STALE
         sources, targets = self._fixed[:, :num_decodes]
@@ -175,9 +180,9 @@ class StateCache:
     def stage(self) -> bool:
         """Puts the slots of the step that has begun where recorded steps find them; False if it is to be computed
         otherwise."""
-        if self._fixed is None or not self._batch.is_all_decodes:
-            return False
         num_decodes = len(self._batch.sources)
+        if self._fixed is None or not self._batch.is_all_decodes or num_decodes > self._fixed.shape[1]:
+            return False
         slots = (self._batch.sources, self._batch.targets)
         for fixed, own, rest in zip(self._fixed, slots, (_NOTHING, _STALE), strict=True):
             fixed[:num_decodes] = own
@@ -272,7 +277,7 @@ class StateCache:
 
     def _allocate(self) -> int:
         if not self._free:
-            self._grow(2 * len(self._states))
+            self._grow(len(self._states) + max(_FIRST_SLOTS, len(self._states) // 8))
         return self._free.pop()
 
     def _has_block(self, row: int, length: int) -> bool:

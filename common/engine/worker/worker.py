@@ -52,7 +52,7 @@ from common.engine.worker.draft_model import DraftModel
 from common.engine.worker.features import Features, Tagger, feature_bytes_per_block
 from common.engine.worker.head import Head, HeadRunner
 from common.engine.worker.model_runner import ModelRunner
-from common.engine.worker.state_cache import SPARE_SLOTS
+from common.engine.worker.state_cache import num_slots
 from common.engine.worker.step_measurement import measure_steps
 from common.errors import ConfigError, ModelLoadError
 from common.types import RequestId, SamplingParams
@@ -220,7 +220,9 @@ class Worker:
         )
         can_record = self._ranks.can_record and self._experts is None
         if not self._config.model.enforce_eager and can_record:
-            self._runner.record_decodes(self._max_num_decodes)
+            # With states, those with drafts are not recorded.
+            most = self._config.scheduler.max_num_seqs if self._loaded.state_bytes else self._max_num_decodes
+            self._runner.record_decodes(most)
         if features is not None:
             self._tagger = Tagger(features, self._runner.table, block_size)
         if self._draft_loaded is not None:
@@ -358,6 +360,14 @@ class Worker:
         groups, spec = with_states(loaded.kv_groups, loaded.kv_spec, loaded.state_bytes, self._block_size)
         return replace(loaded, kv_groups=groups, kv_spec=spec)
 
+    def _slot_bytes(self, loaded: LoadedModel) -> int:
+        """Bytes of a slot for the state of a running request, which is laid out as in blocks."""
+        num_blocks = sum(group.kind == "state" for group in loaded.kv_groups)
+        if not num_blocks:
+            return 0
+        whole = replace(loaded.kv_spec, num_kv_heads=loaded.kv_groups[0].num_kv_heads)
+        return num_blocks * whole.bytes_per_block(self._block_size)
+
     @property
     def _keeps_features_with_kv(self) -> bool:
         """Whether they are in the KV cache, of which each of several ranks has some KV heads or layers."""
@@ -454,7 +464,7 @@ class Worker:
             self._profile(loaded)
         for_kv = int(memory.free_bytes() * (cache.memory_fraction or memory.default_fraction))
         max_num_seqs = self._config.scheduler.max_num_seqs
-        of_states = (max_num_seqs + SPARE_SLOTS) * sum(layer.num_bytes for layer in loaded.state_layers)
+        of_states = num_slots(max_num_seqs) * self._slot_bytes(loaded)
         if of_states >= for_kv:
             reason = f"states of {max_num_seqs} running requests take {of_states / 2**30:.1f} GiB"
             raise ConfigError.of("max_num_seqs", f"{reason}, of {for_kv / 2**30:.1f} GiB for them and the KV cache")

@@ -110,7 +110,7 @@ class CudaDevice(TritonDevice):
 
     def record_decodes(self, forward: Forward, kernels: Kernels, limits: DecodeLimits) -> DecodeGraphs | None:
         """See Device. All sizes are recorded now."""
-        if kernels == "torch":
+        if kernels == "torch" or not self._has_kernels:
             return None
         try:
             return DecodeGraphs(

@@ -220,7 +220,9 @@ class MultiprocExecutor:
         """Runs a step of one prompt, which writes to the first blocks."""
         request_id = RequestId("measured")
         block_ids = list(range(1, -(-num_tokens // self._facts.layout.block_size) + 1))
-        new = NewRequest(request_id, [0] * num_tokens, num_tokens, _DRAWN, [block_ids] * self._num_groups, 0)
+        groups = self._facts.layout.groups
+        tables = [[0] * len(block_ids) if group.kind == "state" else block_ids for group in groups]
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, _DRAWN, tables, 0)
         self.submit(SchedulerOutput([new], {}, {request_id: num_tokens}, num_tokens), no_masks).result()
         self.submit(SchedulerOutput(dropped_request_ids=[request_id]), no_masks)
 

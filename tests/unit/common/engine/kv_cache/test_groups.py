@@ -381,3 +381,10 @@ def test_what_fits_is_what_a_request_takes_at_most(num_full, num_states, num_blo
         num_spans = max_spans_in(groups, num_blocks, 50)
         assert max_blocks_of(groups, num_spans) <= num_blocks or not num_spans
         assert num_spans == 50 or num_spans < 4 or max_blocks_of(groups, num_spans + 1) > num_blocks
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (STATE,), (FULL, STATE, STATE), (FULL, WINDOW, STATE)])
+def test_as_many_runs_fit_as_blocks_allow(groups):
+    for num_blocks in range(40):
+        fitting = [number for number in range(50) if max_blocks_of(groups, number) <= num_blocks]
+        assert max_spans_in(groups, num_blocks, 49) == fitting[-1]
