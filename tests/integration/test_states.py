@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from common.engine.client.inproc import InprocClient
 from common.engine.devices.cpu.device import CpuDevice
 from common.engine.devices.decode_inputs import DecodeLimits, Forward
 from common.engine.devices.gpu.decode_graphs import DecodeGraphs
+from common.engine.devices.host_memory import HostMemory
 from common.engine.llm import LLM
 from common.engine.messages import AddRequest
 from common.engine.model import kv_groups
 from common.engine.scheduler import scheduler
+from common.engine.worker.state_cache import StateCache
 from common.errors import ConfigError
 from common.types import RequestId, SampledToken, SamplingParams
 from tests.architectures.models import model_dir
@@ -154,6 +158,27 @@ def test_too_few_blocks_for_any_request_are_named() -> None:
         assert llm.spec.max_model_len == 16
         (completion,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
         assert completion.token_ids == reference_generate(directory, prompt, 10)
+
+
+def test_measuring_memory_keeps_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with memory of its own, where a step is run before what is left is measured."""
+    monkeypatch.setattr(HostMemory, "is_own", True)
+    made: list[weakref.ref[StateCache]] = []
+    create = StateCache.__init__
+
+    def note(self: StateCache, *args: Any, **options: Any) -> None:
+        made.append(weakref.ref(self))
+        create(self, *args, **options)
+
+    def free_bytes(self: HostMemory) -> int:
+        gc.collect()
+        assert [each() for each in made] == [None]
+        return 10**9
+
+    monkeypatch.setattr(StateCache, "__init__", note)
+    monkeypatch.setattr(HostMemory, "free_bytes", free_bytes)
+    with LLM(model_dir("qwen3_next"), num_threads=1, max_num_seqs=4):
+        assert len(made) == 2
 
 
 @pytest.mark.gpu

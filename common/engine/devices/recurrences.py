@@ -13,7 +13,7 @@ class NoKernelError(Exception):
 
 
 class Recurrences(Protocol):
-    """Computes steps of sequences whose states lie in slots, where it reads and writes them."""
+    """Computes steps of sequences, and reads and writes their states in slots."""
 
     functions: Mapping[str, Callable[..., Any]]
     """By the names of the functions of transformers that they stand for, with the same arguments but for states, of

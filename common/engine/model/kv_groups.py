@@ -70,7 +70,7 @@ def with_states(
     groups: tuple[KVGroupSpec, ...], spec: KVSpec, state_bytes: Sequence[int], block_size: int
 ) -> tuple[tuple[KVGroupSpec, ...], KVSpec]:
     """Adds groups for a state to those of a model, as many as it takes blocks, and returns them with what a block of
-    this rank holds. `state_bytes`: of the state, by the layer of blocks that they lie in. Blocks of a model without
+    this rank holds. `state_bytes`: of the state, by the layer of blocks that keeps them. Blocks of a model without
     attention have one layer, as large as the state. Raises ConfigError if there are more groups than keys of blocks can
     name."""
     most = max(state_bytes)

@@ -6,8 +6,8 @@ stages have. In a stage that is not the first, the model's own code runs with pl
 layer takes what came from the stage before in their place. So whatever a model does to its embeddings is done once, in
 the first stage. A model whose layers get anything else that depends on them is refused.
 
-Where some layers keep a state, which lies in blocks beside the KV of one layer (`block_layers_of`), a cut goes between
-layers so that each stage has the states that lie beside its KV.
+Where some layers keep a state, which has its place in blocks beside the KV of one layer (`block_layers_of`), a cut goes
+between layers so that each stage has the states beside its KV.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _pieces_of(num_states: Sequence[int]) -> list[range]:
 
 
 def _divides(places: Sequence[int], num_states: int, num_kv_layers: int) -> bool:
-    """Whether the first so many states lie beside the first so many layers with KV, and the others do not."""
+    """Whether the first so many states are beside the first so many layers with KV, and the others are not."""
     return all((place < num_kv_layers) == (number < num_states) for number, place in enumerate(places))
 
 

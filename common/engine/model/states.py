@@ -94,7 +94,7 @@ class StateLayer(NamedTuple):
 
     module: nn.Module
     tensors: tuple[StateTensor, ...]
-    block_layer: int = 0  # of this rank's blocks, that its state lies in, see `block_layers_of`
+    block_layer: int = 0  # of this rank's blocks, where its state is kept, see `block_layers_of`
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +150,7 @@ class SequenceStates:
 
 
 def block_layers_of(num_states: int, num_layers: int) -> list[int]:
-    """The layer of a block in which each of a model's states lies, of so many: in order, and equally many in each.
+    """The layer of a block that keeps each of a model's states, of so many: in order, and equally many in each.
     Where stages or ranks have parts of a block, this says which parts the bytes of a state are in."""
     return [number * num_layers // num_states for number in range(num_states)]
 

@@ -28,7 +28,7 @@ from common.engine.contract.step import (
 from common.engine.devices.attention import ProjectionAttention
 from common.engine.devices.base import RowSampler
 from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, RecordedDecodes, RecordedStepError
-from common.engine.model.attention_hook import install
+from common.engine.model.attention_hook import clear_layer_attention, install
 from common.engine.model.loader import LoadedModel
 from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import Phase, PhaseClock
@@ -360,6 +360,15 @@ class ModelRunner:
             self._recorded = self._loaded.device.record_decodes(self._recordable, kernels, limits)
         except RecordedStepError as error:
             self._give_up_recording(error)
+        if self._recorded is None and self._states is not None:
+            self._states.forget_recorded()
+
+    def close(self) -> None:
+        """Lets the model compute without this runner, whose KV cache and states it would keep alive."""
+        for module in self._loaded.attention_modules:
+            clear_layer_attention(module)
+        if self._states is not None:
+            self._states.hook.remove()
 
     def _sample_masked(
         self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], logits: torch.Tensor, masks: BatchMasks

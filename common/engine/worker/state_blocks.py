@@ -1,9 +1,9 @@
 """A rank's blocks, as places of states.
 
-A state lies in blocks as it would in those of a model that is not cut: in each layer of the blocks are the states of a
-run of the model's layers, in as many blocks as they take. A rank has the part that is where its own layers and KV heads
-are, so that handoffs and stores need not know what is in a block. All ranks of a stage compute the same states; each
-copies its part to its blocks, and gets those of the others from them.
+A state has the same place in blocks as in those of a model that is not cut: in each layer of the blocks are the states
+of a run of the model's layers, in as many blocks as they take. A rank has the part that is where its own layers and KV
+heads are, so that handoffs and stores need not know what is in a block. All ranks of a stage compute the same states;
+each copies its part to its blocks, and gets those of the others from them.
 """
 
 from __future__ import annotations

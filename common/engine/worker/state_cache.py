@@ -35,7 +35,7 @@ class _Place(NamedTuple):
     """The place of a tensor in a state."""
 
     layer: int  # of the blocks
-    offset: int  # bytes, in what lies there
+    offset: int  # bytes, from the start of that layer's
     tensor: StateTensor
 
 
@@ -176,6 +176,10 @@ class StateCache:
             self._fixed[1] = _STALE
         sources, targets = self._fixed[:, :num_decodes]
         self.hook.begin_step(StateBatch(sources, sources, targets, [], is_all_decodes=True))
+
+    def forget_recorded(self) -> None:
+        """Nothing was recorded: states may be moved."""
+        self._fixed = None
 
     def stage(self) -> bool:
         """Puts the slots of the step that has begun where recorded steps find them; False if it is to be computed

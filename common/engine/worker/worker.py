@@ -31,7 +31,6 @@ from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, StepFences
 from common.engine.devices.ranks import OneRank, Ranks
 from common.engine.kv_connector import NO_FENCES, OpenConnector, WorkerConnector
-from common.engine.model.attention_hook import clear_layer_attention
 from common.engine.model.draft_loader import load_draft_model
 from common.engine.model.eagle3 import load_eagle3
 from common.engine.model.expert_parallel import ExpertRanks
@@ -486,8 +485,7 @@ class Worker:
             links=self._links,
         )
         runner.profile(num_tokens)
-        for module in loaded.attention_modules:
-            clear_layer_attention(module)  # which would keep that KV cache alive
+        runner.close()
 
 
 def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: Device) -> torch.Tensor:
