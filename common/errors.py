@@ -273,3 +273,29 @@ class TransferCancelledError(TransferError):
     """The blocks are no longer needed: the request ended or the connector closes."""
 
     reason = "transfer_cancelled"
+
+
+_CLASSES: dict[ErrorCode, type[BatonError]] = {
+    ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
+    ErrorCode.NOT_FOUND: UnknownModelError,
+    ErrorCode.UNAUTHENTICATED: UnauthenticatedError,
+    ErrorCode.PERMISSION_DENIED: PermissionDeniedError,
+    ErrorCode.TOO_LARGE: PayloadTooLargeError,
+    ErrorCode.UNAVAILABLE: UnavailableError,
+    ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    ErrorCode.CANCELLED: RequestCancelledError,
+    ErrorCode.NON_FINITE: NonFiniteError,
+    ErrorCode.GRAMMAR_TOO_SLOW: GrammarTooSlowError,
+    ErrorCode.INCOMPATIBLE: IncompatiblePeerError,
+}
+
+
+def make_error(
+    code: ErrorCode, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> BatonError:
+    """The BatonError of this code, as a peer reported it."""
+    if code is ErrorCode.RESOURCE_EXHAUSTED:
+        return OverloadedError(message, param=param, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
+    error = _CLASSES.get(code, BatonError)(message, param=param)
+    error.code = code
+    return error

@@ -308,6 +308,23 @@ class ForHeadsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return parse_speculative(self.speculative)
 
 
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters: how many, and how large."""
+
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Adapters that requests are computed with at once; others wait until one of them has no "
+            "requests any more.",
+        ),
+    ] = 8
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="Largest rank of an adapter.")] = 128
+    max_cpu_loras: Annotated[
+        int, Meta(ge=1, description="Adapters that are loaded at once, in host memory; more are refused.")
+    ] = 64
+
+
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Structured output: how grammars are compiled, and how many are kept."""
 
@@ -406,6 +423,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parallel: ParallelConfig = ParallelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     grammar: GrammarConfig = GrammarConfig()
+    adapters: AdapterConfig = AdapterConfig()
     connector: KVConnectorConfig | None = None
     for_heads: ForHeadsConfig | None = None  # of an engine that proposes nothing itself
     tls: NodeTlsConfig | None = None

@@ -25,7 +25,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from common.engine.adapter_loads import AdapterLoads, failed_call
 from common.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.contract.kv_groups import max_blocks_of, max_spans_in
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import NOTHING_ASKED, Asked, FinishedStep, RunningStep, SchedulerOutput
@@ -45,12 +47,15 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    LoadAdapter,
     RequestOutput,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
+    UnloadAdapter,
 )
 from common.engine.phases import Phase, PhaseClock
+from common.engine.scheduler.adapters import AdapterPlaces
 from common.engine.scheduler.scheduler import Scheduler
 from common.engine.speculative import ByWorker
 from common.engine.transfers.actor import TransferActor
@@ -114,6 +119,8 @@ class EngineCore:
             on_failure=on_failure,
         )
         self._grammars: GrammarCompiler | None = None
+        places = AdapterPlaces(config.adapters.max_loras)
+        self._adapters = AdapterLoads(executor, places, config.adapters.max_cpu_loras, on_wakeup)
         try:
             self._lockstep = _open_lockstep(config, on_wakeup, on_failure)
             facts = executor.load_model()
@@ -140,6 +147,7 @@ class EngineCore:
                 measured_steps=measured_steps,
                 max_concurrent_batches=executor.max_concurrent_batches,
                 most_asked=_most_asked(config),
+                adapters=places,
             )
             self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
         except BaseException:
@@ -215,6 +223,33 @@ class EngineCore:
         """Ends generations; live ones answer with FinishReason.ABORT in the next step's outputs."""
         self._unsent += self._scheduler.abort_requests(list(request_ids))
 
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def begin_load_adapter(self, command: LoadAdapter) -> None:
+        """Begins to read an adapter; `settle_adapters` answers."""
+        self._adapters.begin(command.call_id, command.directory)
+
+    def load_adapter(self, directory: str) -> AdapterFacts:
+        """Reads and installs an adapter at once. Raises InvalidRequestError if it cannot be used, OverloadedError if
+        there are too many."""
+        return self._adapters.load(directory)
+
+    def unload_adapter(self, digest: bytes) -> None:
+        """Forgets an adapter as soon as no request is left that uses it. Raises UnknownModelError."""
+        self._adapters.unload(digest)
+
+    def answer_unload(self, command: UnloadAdapter) -> CallResult:
+        """Forgets an adapter for a client."""
+        try:
+            self.unload_adapter(command.digest)
+        except BatonError as error:
+            return failed_call(command.call_id, error)
+        return CallResult(call_id=command.call_id)
+
+    def settle_adapters(self) -> list[CallResult]:
+        """Makes adapters that were read known. Called between steps, after a wake-up."""
+        return self._adapters.settle()
+
     # -- the step ---------------------------------------------------------------------------------------------------
 
     @property
@@ -245,6 +280,7 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Schedules, executes and updates. Any exception is fatal for this core."""
+        self._adapters.remove_unused()
         self._begin_steps()
         flight = self._flights.popleft()
         self.phases.enter(Phase.DEVICE)
@@ -377,6 +413,7 @@ class EngineCore:
     def close(self) -> None:
         """Ends the threads and releases the executor. Idempotent."""
         self._actor.stop()
+        self._adapters.close()
         if self._grammars is not None:
             self._grammars.close()
         if self._lockstep is not None:

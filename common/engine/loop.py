@@ -24,10 +24,12 @@ from common.engine.messages import (
     EngineCoreOutputs,
     EngineReply,
     EngineSpec,
+    LoadAdapter,
     StartProfile,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +140,10 @@ class EngineLoop:
                     self._core.abort_requests(command.request_ids)
                 case Call():
                     self._emit(self._core.call(command))
+                case LoadAdapter():
+                    self._core.begin_load_adapter(command)
+                case UnloadAdapter():
+                    self._emit(self._core.answer_unload(command))
                 case StartProfile():
                     self._start_profile(command)
                 case EndProfile(call_id):
@@ -148,8 +154,11 @@ class EngineLoop:
                     raise command.error
                 case _Stop():
                     return False
-                case _Wakeup() | TransferUpdate() | TransferTarget() | TransferQuiesced():
-                    pass  # the latter are for the transfer thread, which has got them
+                case _Wakeup():
+                    for result in self._core.settle_adapters():
+                        self._emit(result)
+                case TransferUpdate() | TransferTarget() | TransferQuiesced():
+                    pass  # they are for the transfer thread, which has got them
         return True
 
     def _wait_for_command(self) -> EngineCommand | _Wakeup | _Stop | _Failure:

@@ -1,8 +1,8 @@
 """The messages between a client and an EngineCore; msgspec structs, msgpack on the wire.
 
 Client -> core: `EngineCommand`, one of AddRequest, AbortRequests, TransferUpdate, TransferTarget, TransferQuiesced,
-Call, StartProfile, EndProfile. Core -> client: `EngineCoreOutputs`, one per step with outputs and further ones with
-outputs of transfers, which do not wait for a step; and `CallResult`.
+Call, LoadAdapter, UnloadAdapter, StartProfile, EndProfile. Core -> client: `EngineCoreOutputs`, one per step with
+outputs and further ones with outputs of transfers, which do not wait for a step; and `CallResult`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from common.engine.config import Kernels
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.contract.layout import KVLayout
 from common.types import (
     ExtraKey,
@@ -50,6 +51,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     output_token_ids: list[int] = []  # generated before, elsewhere: generation continues after them
     cache_salt: str = ""
+    adapter: bytes = b""  # digest of the adapter that it is computed with, see LoadAdapter; empty: none
     extra_keys: list[ExtraKey] = []  # in order
     positions: PromptPositions | None = None  # None: the tokens' places; others only if EngineSpec.position_dims > 1
     priority: int = 0  # lower runs first under the priority policy
@@ -127,8 +129,33 @@ class EndProfile(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reads a LoRA adapter in PEFT's format, beside the step loop, and makes it known. Answered by a CallResult with
+    AdapterFacts or an error; one that is there already is answered as well."""
+
+    call_id: int
+    directory: str  # local, with adapter_config.json and adapter_model.safetensors
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forgets an adapter: new requests for it are refused, and its memory is freed once those that it has are over.
+    Answered by a CallResult, with an error if there is no such adapter."""
+
+    call_id: int
+    digest: bytes
+
+
 EngineCommand = (
-    AddRequest | AbortRequests | TransferUpdate | TransferTarget | TransferQuiesced | Call | StartProfile | EndProfile
+    AddRequest
+    | AbortRequests
+    | TransferUpdate
+    | TransferTarget
+    | TransferQuiesced
+    | Call
+    | LoadAdapter
+    | UnloadAdapter
+    | StartProfile
+    | EndProfile
 )
 
 
@@ -281,6 +308,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_offloads_skipped: int = 0  # blocks not offered because too many offloads were in flight
     num_failed_recordings: int = 0  # see Executor
     ranks: tuple[RankFigures, ...] = ()  # in order, those of several that have run a step
+    running_adapters: tuple[bytes, ...] = ()  # digests of those that live requests are computed with
     num_late_masks: int = 0  # samples that waited for a step because the grammar's mask was not there
     num_slow_grammars: int = 0  # requests that ended because of that
     prefill_steps: StepFigures = StepFigures()  # that computed prompts only
@@ -392,11 +420,13 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True, omi
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to a Call."""
+    """Answer to a Call, or to another command with a `call_id`."""
 
     call_id: int
-    result: EngineSpec | EngineStats | IntegrityReport | ProfileReport | None = None
+    result: EngineSpec | EngineStats | IntegrityReport | ProfileReport | AdapterFacts | None = None
     error: str = ""
+    error_param: str = ""  # field or setting at fault, if one is
+    error_code: int = 0  # number of the common.errors.ErrorCode, of errors that have one
 
 
 EngineReply = EngineCoreOutputs | CallResult

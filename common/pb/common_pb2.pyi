@@ -560,6 +560,7 @@ class EngineRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     EXTRA_KEYS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
@@ -571,6 +572,8 @@ class EngineRequest(_message.Message):
     """Milliseconds between its tokens that prompts beside it must not exceed; 0: the pod's."""
     tenant: _builtins.str
     """Whose request it is: tenants share in turn what compiles grammars. May be empty."""
+    adapter: _builtins.bytes
+    """Digest of the LoRA adapter that it is computed with, 32 bytes; empty: none."""
     data_parallel_rank: _builtins.int
     """Number of the pod's engine that shall have it; absent: the pod chooses."""
     @_builtins.property
@@ -606,11 +609,12 @@ class EngineRequest(_message.Message):
         tenant: _builtins.str = ...,
         extra_keys: _abc.Iterable[Global___ExtraKey] | None = ...,
         positions: _abc.Iterable[Global___Positions] | None = ...,
+        adapter: _builtins.bytes = ...,
         data_parallel_rank: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "positions", b"positions", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "adapter", b"adapter", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "positions", b"positions", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015

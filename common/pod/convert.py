@@ -19,11 +19,10 @@ from common.engine.messages import (
     RankFigures,
     RequestOutput,
 )
-from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError
+from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError, make_error
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import logprobs_from_pb, sampling_from_pb
-from common.rpc.errors import make_error
-from common.types import ExtraKey, PromptPositions, RequestId, SampledToken
+from common.types import ADAPTER_DIGEST_BYTES, ExtraKey, PromptPositions, RequestId, SampledToken
 from common.types.validation import validate_extra_keys, validate_positions, validate_prompt, validate_sampling
 
 
@@ -53,6 +52,8 @@ def add_request_from_pb(
     positions = [each.values for each in message.positions]
     if positions:
         validate_positions(positions, len(prompt), spec.position_dims)
+    if message.adapter and len(message.adapter) != ADAPTER_DIGEST_BYTES:
+        raise InvalidRequestError(f"adapter is not a digest of {ADAPTER_DIGEST_BYTES} bytes", param="adapter")
     outputs = list(message.output_token_ids)
     if outputs and max(outputs) >= spec.vocab_size:
         raise InvalidRequestError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
@@ -66,6 +67,7 @@ def add_request_from_pb(
         sampling=sampling,
         output_token_ids=outputs,
         cache_salt=message.cache_salt,
+        adapter=message.adapter,
         extra_keys=extra_keys,
         positions=PromptPositions.of(positions) if positions else None,
         priority=message.priority,

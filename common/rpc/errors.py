@@ -23,20 +23,11 @@ from google.protobuf.message import DecodeError
 from common.errors import (
     MAX_MESSAGE_CHARS,
     BatonError,
-    DeadlineExceededError,
     ErrorCode,
-    GrammarTooSlowError,
-    IncompatiblePeerError,
     InvalidRequestError,
-    NonFiniteError,
     OverloadedError,
-    PayloadTooLargeError,
-    PermissionDeniedError,
-    RequestCancelledError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnknownModelError,
     UnreachableError,
+    make_error,
     shortened,
 )
 from common.pb import common_pb2
@@ -46,20 +37,6 @@ logger = logging.getLogger(__name__)
 CODE_KEY = "baton-error-code"
 PARAM_KEY = "baton-error-param"
 RETRY_AFTER_KEY = "baton-retry-after-s"
-
-_CLASSES: dict[ErrorCode, type[BatonError]] = {
-    ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
-    ErrorCode.NOT_FOUND: UnknownModelError,
-    ErrorCode.UNAUTHENTICATED: UnauthenticatedError,
-    ErrorCode.PERMISSION_DENIED: PermissionDeniedError,
-    ErrorCode.TOO_LARGE: PayloadTooLargeError,
-    ErrorCode.UNAVAILABLE: UnavailableError,
-    ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
-    ErrorCode.CANCELLED: RequestCancelledError,
-    ErrorCode.NON_FINITE: NonFiniteError,
-    ErrorCode.GRAMMAR_TOO_SLOW: GrammarTooSlowError,
-    ErrorCode.INCOMPATIBLE: IncompatiblePeerError,
-}
 
 # For a status without our metadata: gRPC itself, or a proxy, made it.
 _CODES_BY_STATUS = {
@@ -73,17 +50,6 @@ _CODES_BY_STATUS = {
     grpc.StatusCode.FAILED_PRECONDITION: ErrorCode.INCOMPATIBLE,
     grpc.StatusCode.UNIMPLEMENTED: ErrorCode.INCOMPATIBLE,  # the peer serves another API
 }
-
-
-def make_error(
-    code: ErrorCode, message: str, *, param: str | None = None, retry_after_s: float | None = None
-) -> BatonError:
-    """The BatonError of this code, as a peer reported it."""
-    if code is ErrorCode.RESOURCE_EXHAUSTED:
-        return OverloadedError(message, param=param, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
-    error = _CLASSES.get(code, BatonError)(message, param=param)
-    error.code = code
-    return error
 
 
 def from_rpc_error(error: grpc.RpcError | grpc.Call) -> BatonError:

@@ -1,6 +1,7 @@
 """Plain values that travel between router, pods and engine. No torch, no grpc, no I/O."""
 
 from common.types.block_hash import (
+    ADAPTER_DIGEST_BYTES,
     HASH_BYTES,
     MAX_KV_GROUPS,
     BlockHash,
@@ -24,6 +25,7 @@ from common.types.generation import (
 from common.types.positions import PromptPositions
 
 __all__ = [
+    "ADAPTER_DIGEST_BYTES",
     "HASH_BYTES",
     "MAX_KV_GROUPS",
     "BlockHash",

@@ -2,9 +2,11 @@
 
 A block's hash is `H(parent hash, its token ids)`, with what else decides its KV (extra keys: an image's digest, say;
 positions other than the tokens' places in the prompt).
-The parent of the first block is a root made of the request's cache salt. Equal hashes
-therefore mean equal tokens in equal context for the same tenant, on every pod and in every process: there is no seed. H
-is SHA-256 cut to 16 bytes: poisoning another tenant's cache would take a second preimage (2^128 work).
+The parent of the first block is a root made of the request's cache salt and of its adapter, by the digest of its
+weights. Equal hashes therefore mean equal tokens in equal context, with the same adapter, for the same tenant, on every
+pod and in every process: there is no seed. H is SHA-256 cut to 16 bytes: poisoning another tenant's cache would take a
+second preimage (2^128 work). What all requests of a pod share, its weights and the types of its numbers, is in the
+fingerprint.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from common.types.positions import PromptPositions
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16
+ADAPTER_DIGEST_BYTES = 32
 
+_ROOT = b"baton.block.v1\0"
+_ADAPTED_ROOT = b"baton.block.adapter.v1\0"
 _KEYED = b"baton.block.extra-keys.v1\0"  # longer than a parent's hash, with which other blocks begin
 _POSITIONED = b"baton.block.positions.v1\0"
 _POSITIONS_HEAD = Struct("<II")  # dimensions, tokens
@@ -28,18 +33,22 @@ _KEY_HEAD = Struct("<qqI")  # first token and end, from the block's first token 
 
 
 class ExtraKey(NamedTuple):
-    """A key that decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they are,
-    or an adapter by the digest of its weights. Each block's hash has its parent's in it, so a key of the first tokens
-    decides all."""
+    """A key that decides the KV of some tokens of a prompt beside their ids, as an image does in whose place they
+    are."""
 
     start: int  # index of the first token
     end: int  # one past the last
     digest: bytes  # of the content
 
 
-def root_hash(cache_salt: str = "") -> BlockHash:
-    """Parent of the first block of every prompt with this salt."""
-    return BlockHash(hashlib.sha256(f"baton.block.v1\0{cache_salt}".encode()).digest()[:HASH_BYTES])
+def root_hash(cache_salt: str = "", adapter: bytes = b"") -> BlockHash:
+    """Parent of the first block of every prompt with this salt and this adapter: the digest of its weights, of
+    ADAPTER_DIGEST_BYTES; empty for the model alone. Raises ValueError for one of another length."""
+    if not adapter:
+        return BlockHash(hashlib.sha256(_ROOT + cache_salt.encode()).digest()[:HASH_BYTES])
+    if len(adapter) != ADAPTER_DIGEST_BYTES:
+        raise ValueError(f"an adapter's digest has {ADAPTER_DIGEST_BYTES} bytes, not {len(adapter)}")
+    return BlockHash(hashlib.sha256(_ADAPTED_ROOT + adapter + cache_salt.encode()).digest()[:HASH_BYTES])
 
 
 def hash_prompt(

@@ -32,6 +32,8 @@ class ThreadExecutor:
         self._worker = Worker(config)
         self._thread = ThreadPoolExecutor(1)
 
+    adapters = None
+
     @property
     def num_failed_recordings(self) -> int:
         return self._worker.num_failed_recordings

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.engine.client.base import EngineProfile
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.launch import EngineFailed, EngineProcReply, EngineReady
 from common.engine.messages import (
     AbortRequests,
@@ -27,14 +28,23 @@ from common.engine.messages import (
     EngineSpec,
     EngineStats,
     IntegrityReport,
+    LoadAdapter,
     ProfileReport,
     StartProfile,
     TransferQuiesced,
     TransferTarget,
     TransferUpdate,
+    UnloadAdapter,
 )
 from common.engine.profiling import TRACE_FILE
-from common.errors import BatonError, DeadlineExceededError, EngineDeadError, UnavailableError
+from common.errors import (
+    BatonError,
+    DeadlineExceededError,
+    EngineDeadError,
+    ErrorCode,
+    UnavailableError,
+    make_error,
+)
 from common.types import RequestId
 
 logger = logging.getLogger(__name__)
@@ -216,6 +226,18 @@ class AsyncClientBase(abc.ABC):
         """Removes all cached blocks that no request owns."""
         await self._call("reset_prefix_cache")
 
+    async def load_adapter(self, directory: str) -> AdapterFacts:
+        """See EngineClient."""
+        call_id = next(self._call_ids)
+        answer = await self._ask(call_id, LoadAdapter(call_id=call_id, directory=directory), "load_adapter")
+        assert isinstance(answer.result, AdapterFacts)
+        return answer.result
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        """See EngineClient."""
+        call_id = next(self._call_ids)
+        await self._ask(call_id, UnloadAdapter(call_id=call_id, digest=digest), "unload_adapter")
+
     async def close(self) -> None:
         """Ends the engine. Idempotent; safe after a partial start."""
         if self._closing is None:
@@ -237,13 +259,20 @@ class AsyncClientBase(abc.ABC):
 
     async def _call(
         self, method: Literal["stats", "check_integrity", "reset_prefix_cache"]
-    ) -> EngineSpec | EngineStats | IntegrityReport | ProfileReport | None:
+    ) -> EngineSpec | EngineStats | IntegrityReport | ProfileReport | AdapterFacts | None:
         call = Call(next(self._call_ids), method)
+        return (await self._ask(call.call_id, call, method)).result
+
+    async def _ask(self, call_id: int, command: EngineCommand, what: str) -> CallResult:
+        """Sends a command and waits for its answer. Raises the error that it is."""
         self._check_alive()
         try:
-            return (await self._answer_of(self._begin_call(call.call_id, call), method, self._call_timeout_s)).result
+            answer = await self._answer_of(self._begin_call(call_id, command), what, self._call_timeout_s)
         finally:
-            self._calls.pop(call.call_id, None)
+            self._calls.pop(call_id, None)
+        if answer.error:
+            raise make_error(ErrorCode.from_number(answer.error_code), answer.error, param=answer.error_param or None)
+        return answer
 
     def _begin_call(self, call_id: int, command: EngineCommand) -> asyncio.Future[CallResult]:
         answer: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.messages import (
     AddRequest,
     EngineCoreOutputs,
@@ -78,6 +79,13 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Removes all cached blocks that no request owns."""
+
+    async def load_adapter(self, directory: str) -> AdapterFacts:
+        """Loads a LoRA adapter from a local directory, for requests with its digest. Raises InvalidRequestError if it
+        cannot be used, OverloadedError if there are too many."""
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        """Forgets an adapter; requests that it has go on. Raises UnknownModelError if it is not loaded."""
 
     async def close(self) -> None:
         """Ends the engine. Idempotent; safe after a partial start."""

@@ -16,6 +16,7 @@ import msgspec
 
 from common.cancellation import end_tasks
 from common.engine.client.base import EngineClient, EngineProfile
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.messages import (
     AddRequest,
     EngineCoreOutputs,
@@ -148,6 +149,15 @@ class DataParallelClient:
     async def reset_prefix_cache(self) -> None:
         """See EngineClient."""
         await _all(engine.reset_prefix_cache() for engine in self._engines)
+
+    async def load_adapter(self, directory: str) -> AdapterFacts:
+        """See EngineClient. All have it, or the first error is raised; those that have it then keep it until it is
+        unloaded or asked for again."""
+        return (await _all(engine.load_adapter(directory) for engine in self._engines))[0]
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        """See EngineClient."""
+        await _all(engine.unload_adapter(digest) for engine in self._engines)
 
     async def close(self) -> None:
         """See EngineClient."""

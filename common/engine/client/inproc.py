@@ -11,6 +11,7 @@ from typing import Self
 import msgspec
 
 from common.engine.config import EngineConfig
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.core import EngineCore
 from common.engine.executor.base import Executor
 from common.engine.executor.registry import EXECUTORS
@@ -122,6 +123,17 @@ class InprocClient:
         """Checks the engine's invariants."""
         self._check_alive()
         return self._core.check_integrity()
+
+    def load_adapter(self, directory: str) -> AdapterFacts:
+        """Loads a LoRA adapter from a local directory, for requests with its digest. Raises InvalidRequestError if it
+        cannot be used, OverloadedError if there are too many."""
+        self._check_alive()
+        return self._core.load_adapter(directory)
+
+    def unload_adapter(self, digest: bytes) -> None:
+        """Forgets an adapter; requests that it has go on. Raises UnknownModelError if it is not loaded."""
+        self._check_alive()
+        self._core.unload_adapter(digest)
 
     def reset_prefix_cache(self) -> None:
         """Removes all cached blocks that no request owns."""

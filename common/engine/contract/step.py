@@ -46,6 +46,7 @@ class NewRequest:
     positions: PromptPositions | None = None  # None: the tokens' places
     root: bytes = b""  # of its block hashes, see Request: tenants have different ones
     extra_keys: list[ExtraKey] = field(default_factory=list)  # of its block hashes
+    adapter: bytes = b""  # digest of the adapter that it is computed with; empty: none
 
 
 class PromptLogprobs(NamedTuple):

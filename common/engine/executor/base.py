@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from common.engine.contract.adapters import Adapters
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
@@ -38,6 +39,10 @@ class Executor(Protocol):
     @property
     def rank_figures(self) -> tuple[RankFigures, ...]:
         """Each rank's latest figures of itself, where there are several. Read after each step."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """None: it computes the model alone. Read after `load_model`."""
 
     def share_phases(self, phases: PhaseClock) -> None:
         """An executor that computes on the caller's thread enters there what it does in a step. The caller enters the

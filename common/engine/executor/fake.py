@@ -12,12 +12,14 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from common.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from common.engine.contract.adapters import AdapterFacts, ReadAdapter
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.kv_groups import KVGroupSpec
 from common.engine.contract.layout import KVLayout, MappedPart, Part, map_layouts
@@ -35,6 +37,7 @@ from common.engine.executor.fake_worker import (
     EncodedWorker,
     FakeWorker,
     Worker,
+    adapted,
     position_numbers,
     sum_of_ranks,
     sum_over,
@@ -59,6 +62,7 @@ from common.engine.phases import Phase, PhaseClock
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
 from common.engine.worker.slots import SlotConnector
+from common.errors import InvalidRequestError
 from common.types import BlockHash, PromptPositions, SamplingParams
 
 _NUM_DRAFTS = 3
@@ -80,6 +84,7 @@ def expected_tokens(
     sampling: SamplingParams | None = None,
     groups: Sequence[KVGroupSpec] = ONE_GROUP,
     positions: PromptPositions | None = None,
+    adapter: bytes = b"",
 ) -> list[int]:
     """The `num_tokens` tokens that a correct engine over a FakeExecutor generates after the prompt."""
     sampling = sampling or SamplingParams(temperature=0.0)
@@ -87,9 +92,10 @@ def expected_tokens(
     tokens = np.array(prompt_token_ids, dtype=np.uint64)
     generated: list[int] = []
     for _ in range(num_tokens):
-        seen = np.stack([tokens, position_numbers(positions, 0, len(tokens)).astype(np.uint64)])
+        ids = tokens + np.uint64(adapted(adapter))
+        seen = np.stack([ids, position_numbers(positions, 0, len(tokens)).astype(np.uint64)])
         weights = np.array([weight_of(place) for place in range(len(tokens))], dtype=np.uint64)
-        state = np.array([[(tokens * weights).sum()], [len(tokens)]], dtype=np.uint64)
+        state = np.array([[(ids * weights).sum()], [len(tokens)]], dtype=np.uint64)
         visible = [state if kind.is_state else seen[:, kind.num_skipped_tokens(len(tokens) - 1) :] for kind in kinds]
         generated.append(token_of(sum_over(visible), sampling, vocab_size))
         tokens = np.append(tokens, np.uint64(generated[-1]))
@@ -272,6 +278,36 @@ def _digest(block: torch.Tensor, part: Part) -> bytes:
     return hashlib.blake2b(_narrow(block[None], part).numpy().tobytes(), digest_size=16).digest()
 
 
+class FakeAdapter(NamedTuple):
+    """See ReadAdapter."""
+
+    facts: AdapterFacts
+
+
+class FakeAdapters:
+    """See Adapters. An adapter is a directory with adapter_model.safetensors, of any content, whose digest decides what
+    it computes."""
+
+    def __init__(self) -> None:
+        self.installed: set[bytes] = set()
+
+    def read(self, directory: str) -> FakeAdapter:
+        """See Adapters."""
+        try:
+            content = Path(directory, "adapter_model.safetensors").read_bytes()
+        except OSError as error:
+            raise InvalidRequestError(f"{directory} has no adapter: {error.strerror}", param="lora_path") from error
+        return FakeAdapter(AdapterFacts(digest=hashlib.sha256(content).digest(), rank=8, num_bytes=len(content)))
+
+    def install(self, adapter: ReadAdapter) -> None:
+        """See Adapters."""
+        self.installed.add(adapter.facts.digest)
+
+    def remove(self, digest: bytes) -> None:
+        """See Adapters."""
+        self.installed.remove(digest)
+
+
 class FakeExecutor:
     """Executor of a model that does not exist. `vocab_size` is below 2**24. Sampling parameters other than
     `temperature`, `seed` and `num_logprobs` are ignored. `step_s` is slept at each step that computes. Several ranks
@@ -329,6 +365,7 @@ class FakeExecutor:
         ]
         if layout.num_ranks > 1:
             self._workers = [EncodedWorker(worker) for worker in self._workers]
+        self.adapters = FakeAdapters()
         self._step_s = step_s
         self._phases = PhaseClock()
         self.runs_ahead = runs_ahead
@@ -397,6 +434,8 @@ class FakeExecutor:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Raises RuntimeError if the ranks' answers differ."""
         self.steps = [*self.steps[-31:], step]
+        if unknown := {new.adapter for new in step.new_requests} - self.adapters.installed - {b""}:
+            raise RuntimeError(f"adapters {unknown} are not installed")
         if step.num_scheduled_tokens and self._step_s:
             time.sleep(self._step_s)
         sums = sum_of_ranks([worker.compute(step) for worker in self._workers])

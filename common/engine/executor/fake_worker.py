@@ -4,6 +4,8 @@ The "KV" of a token is its id and its position. Of both, each KV head of each la
 So do the ranks' sums over what a request reads, from which its next token follows: no rank knows it alone.
 
 The state of a text is a weighted sum of its token ids, and its length.
+
+A request with an adapter has other numbers in the place of its token ids (`adapted`).
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ class FakeWorker:
         if end > len(request.token_ids):
             raise ValueError(f"{num_tokens} tokens scheduled at {start} of {len(request.token_ids)}")
         places = np.arange(start, end)
-        token_ids = self._shares(np.array(request.token_ids[start:end]))
+        token_ids = self._shares(np.array(request.token_ids[start:end]) + adapted(request.adapter))
         positions = self._shares(position_numbers(request.positions, start, end, self._facts.position_dims))
         for group, table in enumerate(map(np.array, request.block_tables)):
             if end > len(table) * self._block_size:
@@ -170,7 +172,8 @@ class FakeWorker:
             state = np.zeros((2, *self._places.shape), dtype=np.int64)
         states = {start: state}
         for place in range(start, end):
-            added = np.array([request.token_ids[place] * weight_of(place), place + 1])
+            token_id = request.token_ids[place] + adapted(request.adapter)
+            added = np.array([token_id * weight_of(place), place + 1])
             sums, lengths = self._shares(added)
             state = np.stack([state[0] + sums, lengths])
             states[place + 1] = state
@@ -223,6 +226,7 @@ class _FakeRequest:
     num_computed_tokens: int
     positions: PromptPositions | None
     num_leaving_tokens: int  # 0: it is not a producer
+    adapter: bytes
     # Of each group of states, by the number of tokens before: the rank's shares [2, layers, heads].
     states: dict[int, dict[int, npt.NDArray[np.int64]]] = field(default_factory=dict)
 
@@ -230,7 +234,9 @@ class _FakeRequest:
     def from_new(cls, new: NewRequest) -> _FakeRequest:
         block_tables, num_leaving_tokens = [list(ids) for ids in new.block_ids], new.num_prompt_tokens * new.is_producer
         token_ids, num_computed_tokens = list(new.token_ids), new.num_computed_tokens
-        return cls(token_ids, new.sampling, block_tables, num_computed_tokens, new.positions, num_leaving_tokens)
+        return cls(
+            token_ids, new.sampling, block_tables, num_computed_tokens, new.positions, num_leaving_tokens, new.adapter
+        )
 
     @property
     def is_computed(self) -> bool:
@@ -294,6 +300,11 @@ class EncodedConnector:
 
 def _sent(message: _T, message_type: type[_T] | None = None) -> _T:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=message_type or type(message))
+
+
+def adapted(adapter: bytes) -> int:
+    """Returns the number that is added to each token id of requests with this adapter, by its digest."""
+    return 1 + int.from_bytes(adapter[:4]) % 9973 if adapter else 0
 
 
 def weight_of(place: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.config import EngineConfig
+from common.engine.contract.adapters import Adapters
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
@@ -26,6 +27,11 @@ class InprocExecutor:
             if (size := getattr(config.parallel, setting)) > 1:
                 raise ConfigError.of(setting, f"{size}, but executor inproc has one rank")
         self._worker = Worker(config)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """See Executor."""
+        return self._worker.adapters
 
     def share_phases(self, phases: PhaseClock) -> None:
         """See Executor."""

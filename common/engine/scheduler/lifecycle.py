@@ -1,7 +1,7 @@
 """The life of a request: what each transition does to its blocks, its place, its transfers and its outputs.
 
-    add --> [grammar]
-               v
+    add --> [grammar] --> [adapter]
+               v             v
        [looking up] --> waiting --> reserve --> remote --take_handoff--> ready --start--> running --> finish
                ^                |                  ^                       ^                |
                |                +--> restore -------+-----take_restored----+                |
@@ -22,6 +22,7 @@ from types import MappingProxyType
 from common.engine.contract.step import ModelRunnerOutput, NoToken, Outcome, PromptLogprobs
 from common.engine.kv_cache import Block, KVCacheManager, Prefix
 from common.engine.messages import KVReceived, RequestOutput, RequestStarted
+from common.engine.scheduler.adapters import AdapterPlaces
 from common.engine.scheduler.grammars import GrammarAnswer, Grammars
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, Restored
 from common.engine.scheduler.outbox import Outbox
@@ -48,8 +49,9 @@ class _Flight:
 class Lifecycle:
     """Owns the live requests."""
 
-    def __init__(self, kv: KVCacheManager, transfers: KVTransfers, grammars: Grammars) -> None:
+    def __init__(self, kv: KVCacheManager, transfers: KVTransfers, grammars: Grammars, adapters: AdapterPlaces) -> None:
         self._kv = kv
+        self._adapters = adapters
         self._transfers = transfers
         self._grammars = grammars
         self._block_size = kv.block_size
@@ -95,12 +97,13 @@ class Lifecycle:
         if has_constraint:
             grammar = request.grammar = self._grammars.ask(request)  # raises for one that is known to be impossible
         self.places.live[request.request_id] = request
+        self._adapters.add(request)
         if request.is_producer or request.awaits_handoff:
             self._transfers.begin(request)
         if has_constraint and grammar is None:
             self.places.await_grammar(request)
         else:
-            self._enqueue(request)
+            self._enter(request)
 
     def take_grammar(self, answer: GrammarAnswer) -> None:
         """Takes the outcome of compiling its grammar."""
@@ -111,7 +114,14 @@ class Lifecycle:
             return
         self.places.grammar_settled(request)
         request.grammar = result
-        self._enqueue(request)
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        """It has what it needs but for its adapter, blocks and a slot."""
+        if self._adapters.take(request):
+            self._enqueue(request)
+        else:
+            self.places.await_adapter(request)
 
     def _enqueue(self, request: Request) -> None:
         """Queues a request that has no blocks, or first looks up which of its blocks are kept."""
@@ -431,6 +441,9 @@ class Lifecycle:
             self._grammars.withdraw(request)
         self._outbox.finish(request)
         self.is_stalled = False
+        for each in self._adapters.release(request):
+            self.places.got_adapter(each)
+            self._enqueue(each)
 
     def _fail(self, request: Request, error: NonFiniteError) -> None:
         """End a running request whose KV may hold NaN: later requests must not find it in the prefix cache."""

@@ -1,6 +1,7 @@
 """The place of each live request, which is exactly one:
 
 grammar      no blocks; waits beside the queue for its grammar
+adapter      no blocks; waits beside the queue for its adapter
 looking up   no blocks; waits beside the queue for the lookup in the tiers
 waiting      no blocks; in the queue, new or preempted; the next is the same for those that await a handoff
 consumers
@@ -24,6 +25,7 @@ class Places:
     def __init__(self) -> None:
         self.live: dict[RequestId, Request] = {}
         self.awaiting_grammar: dict[RequestId, Request] = {}
+        self.awaiting_adapter: dict[RequestId, Request] = {}
         self.looking_up: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
         self.consumers = WaitingQueue()
@@ -39,7 +41,11 @@ class Places:
     @property
     def num_waiting(self) -> int:
         """Requests without blocks."""
-        return len(self.waiting) + len(self.consumers) + len(self.looking_up) + len(self.awaiting_grammar)
+        return len(self.waiting) + len(self.consumers) + sum(map(len, self._beside_the_queue))
+
+    @property
+    def _beside_the_queue(self) -> tuple[dict[RequestId, Request], ...]:
+        return self.looking_up, self.awaiting_grammar, self.awaiting_adapter
 
     @property
     def num_holding(self) -> int:
@@ -59,8 +65,7 @@ class Places:
             + self.consumers.num_tokens
             + sum(request.num_uncomputed_tokens for request in self.running)
             + sum(request.num_uncomputed_tokens for request in self.ready)
-            + sum(request.num_tokens for request in self.looking_up.values())
-            + sum(request.num_tokens for request in self.awaiting_grammar.values())
+            + sum(request.num_tokens for waiting in self._beside_the_queue for request in waiting.values())
         )
 
     def await_grammar(self, request: Request) -> None:
@@ -71,6 +76,16 @@ class Places:
     def grammar_settled(self, request: Request) -> None:
         """Its grammar is there, or will never be. It is in no place yet."""
         del self.awaiting_grammar[request.request_id]
+        request.status = RequestStatus.WAITING
+
+    def await_adapter(self, request: Request) -> None:
+        """It waits for its adapter, as others are in use and no more may be."""
+        request.status = RequestStatus.WAITING_FOR_ADAPTER
+        self.awaiting_adapter[request.request_id] = request
+
+    def got_adapter(self, request: Request) -> None:
+        """It has its adapter. It is in no place yet."""
+        del self.awaiting_adapter[request.request_id]
         request.status = RequestStatus.WAITING
 
     def look_up(self, request: Request) -> None:
@@ -111,6 +126,8 @@ class Places:
             del self.remote[request.request_id]
         elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             del self.awaiting_grammar[request.request_id]
+        elif request.status is RequestStatus.WAITING_FOR_ADAPTER:
+            del self.awaiting_adapter[request.request_id]
         elif request.status is RequestStatus.LOOKING_UP:
             del self.looking_up[request.request_id]
         elif request in self.ready:
@@ -124,6 +141,7 @@ class Places:
         queued = [*self.waiting, *self.consumers]
         places = {
             RequestStatus.WAITING_FOR_GRAMMAR: list(self.awaiting_grammar.values()),
+            RequestStatus.WAITING_FOR_ADAPTER: list(self.awaiting_adapter.values()),
             RequestStatus.LOOKING_UP: list(self.looking_up.values()),
             RequestStatus.RUNNING: self.running,
             RequestStatus.WAITING_FOR_REMOTE_KV: list(self.remote.values()),

@@ -1,6 +1,7 @@
 """One request as the scheduler sees it.
 
 0. WAITING_FOR_GRAMMAR, those with a constraint that was not compiled lately: it is in no queue until its grammar is.
+   WAITING_FOR_ADAPTER, while requests of other adapters have all places: likewise.
 1. LOOKING_UP, with tiers below the device only: its blocks are looked up there before it waits.
 2. WAITING: for blocks and a slot in the batch.
 3. WAITING_FOR_REMOTE_KV, consumers and those that tiers keep: it holds blocks and its KV is in flight. When that has
@@ -26,6 +27,7 @@ class RequestStatus(enum.Enum):
     """The state of a request."""
 
     WAITING_FOR_GRAMMAR = enum.auto()  # no blocks; its grammar is being compiled
+    WAITING_FOR_ADAPTER = enum.auto()  # no blocks; as many adapters as may be are in use
     LOOKING_UP = enum.auto()  # no blocks; waits for the lookup of its blocks
     WAITING = enum.auto()  # for its turn
     WAITING_FOR_REMOTE_KV = enum.auto()  # blocks reserved, KV in flight
@@ -39,6 +41,7 @@ class Request:
 
     __slots__ = (
         "acceptance",
+        "adapter",
         "added_at",
         "awaits_handoff",
         "awaits_mask",
@@ -103,7 +106,8 @@ class Request:
         self.num_computed_tokens = 0  # whose KV is in its blocks
         self.num_scheduled_tokens = 0  # those, and the tokens that steps in flight compute
 
-        self.root = root_hash(message.cache_salt)
+        self.adapter = message.adapter  # digest; empty: none
+        self.root = root_hash(message.cache_salt, message.adapter)
         self.extra_keys = message.extra_keys
         self.positions = message.positions
         self.block_hashes: list[BlockHash] = []  # of full blocks, as far as known

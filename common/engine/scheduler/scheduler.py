@@ -42,6 +42,7 @@ from common.engine.messages import (
     IntegrityReport,
     RequestOutput,
 )
+from common.engine.scheduler.adapters import AdapterPlaces
 from common.engine.scheduler.admissible import Limits
 from common.engine.scheduler.draft_depth import Acceptance, Candidate, DraftDepth
 from common.engine.scheduler.grammars import Grammars, NoGrammars
@@ -85,6 +86,7 @@ class Scheduler:
         watermark: float = WATERMARK,
         max_concurrent_batches: int = 1,
         most_asked: Asked = NOTHING_ASKED,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
         """`measured_steps` and `max_concurrent_batches`: see Executor; `most_asked`: see DraftDepth. Raises ConfigError
         if one request may outgrow the KV cache."""
@@ -108,7 +110,8 @@ class Scheduler:
         self._max_prompt_rows = max(1, min(MAX_PROMPT_LOGITS // vocab_size, MAX_PROMPT_ROWS))
         self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
 
-        self._lifecycle = Lifecycle(kv, self._transfers, self._grammars)
+        self._adapters = AdapterPlaces(most=1) if adapters is None else adapters
+        self._lifecycle = Lifecycle(kv, self._transfers, self._grammars, self._adapters)
         self._places = self._lifecycle.places
         self._running = self._places.running
         measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
@@ -130,6 +133,7 @@ class Scheduler:
         if message.request_id in self._places.live or self._transfers.knows(message.request_id):
             raise InvalidRequestError(f"request {message.request_id} exists already", param="request_id")
         self._limits.check(message)
+        self._adapters.check(message.adapter)
         if self._places.num_waiting >= self._config.max_num_waiting:
             raise OverloadedError(f"{self._places.num_waiting} requests are waiting already")
         request = Request(
@@ -517,6 +521,7 @@ class Scheduler:
             positions=request.positions,
             root=request.root,
             extra_keys=request.extra_keys,
+            adapter=request.adapter,
         )
 
     def masks_arrived(self, request_ids: Sequence[RequestId]) -> None:
@@ -615,6 +620,7 @@ class Scheduler:
             num_prompt_tokens=totals.num_prompt_tokens,
             num_generation_tokens=totals.num_generation_tokens,
             tier_hits=totals.tier_hits,
+            running_adapters=self._adapters.in_use,
             num_late_masks=totals.num_late_masks,
             num_slow_grammars=totals.num_slow_grammars,
             prefill_steps=totals.prefill_steps.figures,
@@ -641,6 +647,7 @@ class Scheduler:
         places = self._places
         violations = self._kv.check_integrity([*self._transfers.pinned_blocks, *self._lifecycle.pinned_blocks])
         violations += places.violations(set(self._kv.holders))
+        violations += self._adapters.violations(places.live)
         computing = {request: self._kv.blocks(request) for request in (*places.running, *places.ready)}
         violations += overwritten(computing, self._transfers.writable_blocks)
         if len(places.running) > self._max_num_running:

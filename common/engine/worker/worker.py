@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from common.engine.config import EngineConfig
+from common.engine.contract.adapters import Adapters
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.kv_groups import max_blocks_of, max_spans_in
 from common.engine.contract.layout import KVLayout
@@ -130,6 +131,7 @@ class Worker:
         self._head: LoadedHead | None = None
         self._tagger: Tagger | None = None
         self._drafts: _Drafts | None = None
+        self.adapters: Adapters | None = None
 
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""

@@ -119,6 +119,7 @@ _Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
 class MultiprocExecutor:
     """See Executor."""
 
+    adapters = None
     num_failed_recordings = 0  # ranks log theirs, and do not tell the driver
 
     def __init__(self, config: EngineConfig, factory: str = WORKER, placement: Placement | None = None) -> None:

@@ -1,0 +1,37 @@
+"""LoRA adapters as engines see them: by the digest of their weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Facts of an adapter that was read."""
+
+    digest: bytes  # ADAPTER_DIGEST_BYTES of its weights and of what else decides what it computes; no name, no path
+    rank: int  # the largest of its matrices
+    num_bytes: int  # of its weights in memory
+    base_model: str = ""  # as its configuration has it
+
+
+class ReadAdapter(Protocol):
+    """An adapter that was read and fits the model, for the worker that has read it."""
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """Its digest, and the like."""
+
+
+class Adapters(Protocol):
+    """The LoRA adapters of a model."""
+
+    def read(self, directory: str) -> ReadAdapter:
+        """Reads an adapter; called on any thread, beside steps. Raises InvalidRequestError if it cannot be used."""
+
+    def install(self, adapter: ReadAdapter) -> None:
+        """Makes requests of its digest computable; called between steps."""
+
+    def remove(self, digest: bytes) -> None:
+        """Forgets an adapter of which no request is left; called between steps."""
