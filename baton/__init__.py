@@ -1,6 +1,7 @@
 """The Python API of Baton.
 
 LLM              generates in this process, without a server; needs the extra `engine`
+LoRARequest      names a LoRA adapter for it
 SamplingParams   how tokens are chosen and when an answer ends
 Client           asks a router over gRPC
 AsyncClient      the same with asyncio
@@ -18,15 +19,15 @@ from common import __version__ as __version__
 from common.types import SamplingParams
 
 if TYPE_CHECKING:
-    from common.engine.llm import LLM
+    from common.engine.llm import LLM, LoRARequest
 
-__all__ = ["LLM", "AsyncClient", "Client", "SamplingParams"]
+__all__ = ["LLM", "AsyncClient", "Client", "LoRARequest", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports the engine when it is asked for: with torch, it takes seconds."""
-    if name == "LLM":
-        from common.engine.llm import LLM
+    if name in ("LLM", "LoRARequest"):
+        from common.engine import llm
 
-        return LLM
+        return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 from tqdm import tqdm
@@ -28,6 +28,7 @@ from common.beam_search import BeamSearch, EarlyStopping, Hypothesis
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import (
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     GrammarConfig,
@@ -49,6 +50,8 @@ from common.types.validation import settle_sampling, validate_prompt
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
 
+_Given = TypeVar("_Given")
+
 DEFAULT_MAX_TOKENS = 128  # where neither parameters nor the model say
 
 
@@ -69,11 +72,23 @@ class Completion:
     num_accepted_drafts: int = 0  # of these, those that were right
 
 
+class LoRARequest(NamedTuple):
+    """A LoRA adapter in PEFT's format, as vLLM names one."""
+
+    lora_name: str  # for people
+    lora_int_id: int  # not used: adapters are told apart by their weights
+    lora_path: str  # local directory
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
 class LLM:
     """A model, ready to generate. A context manager; not thread-safe.
 
-    `options` are the fields of ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, SpeculationConfig and
-    GrammarConfig: dtype, max_model_len, kv_cache_memory, num_blocks, block_size, max_num_seqs, speculative and so on.
+    `options` are the fields of ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, SpeculationConfig,
+    GrammarConfig and AdapterConfig: dtype, max_model_len, kv_cache_memory, num_blocks, block_size, max_num_seqs,
+    speculative and so on.
     Raises ConfigError naming the option, or ModelLoadError, if the engine cannot be started with them.
     """
 
@@ -104,6 +119,7 @@ class LLM:
             raise
         self._max_in_flight = min(config.scheduler.max_num_waiting, 2 * config.scheduler.max_num_seqs)
         self._request_ids = itertools.count()
+        self._adapters: dict[str, bytes] = {}  # digests by path
 
     @property
     def spec(self) -> EngineSpec:
@@ -117,17 +133,19 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[Completion]:
         """Completes one prompt or many, given as text or as token ids; the answers are in the order of the prompts.
 
         `params`: for all prompts, or one for each; by default `get_default_sampling_params()`, as far as the context
         has room. Equal seeds give equal answers; without a seed one is drawn for each prompt. Text ends before the
-        first `stop` string.
+        first `stop` string. `lora_request`: adapter for all prompts, or one for each, or None; read when first met.
 
         Raises InvalidRequestError naming the parameter, before anything is computed, and EngineDeadError. After
         Ctrl-C, which takes effect between two steps, the LLM remains usable.
         """
-        return self._generate([self._encode(prompt) for prompt in _as_list(prompts)], params, stop, use_tqdm)
+        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._generate(encoded, params, stop, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -136,13 +154,14 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[Completion]:
         """Answers one conversation or many, each a list of {"role": ..., "content": ...}; otherwise like `generate`."""
         if not messages:
             raise InvalidRequestError("messages is empty", param="messages")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [self._encode_chat(conversation) for conversation in cast("Sequence[Conversation]", conversations)]
-        return self._generate(prompts, params, stop, use_tqdm)
+        return self._generate(prompts, params, stop, use_tqdm, lora_request)
 
     def beam_search(
         self,
@@ -233,17 +252,29 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         stop: str | Sequence[str],
         use_tqdm: bool,
+        lora_request: LoRARequests,
     ) -> list[Completion]:
         stops = _check_stops(stop)
         if stops:
             self._require_tokenizer("stop")
-        all_params = _one_for_each(params, len(prompts))
-        generations = [self._prepare(*each, stops) for each in zip(prompts, all_params, strict=True)]
+        all_params = _one_for_each("params", params, len(prompts), SamplingParams)
+        adapters = _one_for_each("lora_request", lora_request, len(prompts), LoRARequest)
+        generations = [self._prepare(*each, stops) for each in zip(prompts, all_params, adapters, strict=True)]
         with tqdm(total=len(generations), unit="req", disable=not use_tqdm, dynamic_ncols=True) as progress:
             self._run(generations, progress)
         return [generation.completion() for generation in generations]
 
-    def _prepare(self, prompt: _Prompt, params: SamplingParams | None, stops: Sequence[str]) -> _Generation:
+    def _adapter(self, lora_request: LoRARequest | None) -> bytes:
+        """The digest of an adapter, which is loaded if it is new."""
+        if lora_request is None:
+            return b""
+        if lora_request.lora_path not in self._adapters:
+            self._adapters[lora_request.lora_path] = self._client.load_adapter(lora_request.lora_path).digest
+        return self._adapters[lora_request.lora_path]
+
+    def _prepare(
+        self, prompt: _Prompt, params: SamplingParams | None, lora_request: LoRARequest | None, stops: Sequence[str]
+    ) -> _Generation:
         """Checks one prompt and its parameters against the model."""
         sampling = params
         if sampling is None:
@@ -279,6 +310,7 @@ class LLM:
             request_id=RequestId(f"llm-{next(self._request_ids)}"),
             prompt=prompt,
             sampling=sampling,
+            adapter=self._adapter(lora_request),
             processor=processor,
             has_no_output=has_no_output,
         )
@@ -359,6 +391,7 @@ class _Generation:
     request_id: RequestId
     prompt: _Prompt
     sampling: SamplingParams
+    adapter: bytes
     processor: OutputProcessor | None  # None: the model has no tokenizer
     has_no_output: bool = False  # the one token that the engine computes is dropped
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
@@ -372,7 +405,12 @@ class _Generation:
     finish_reason: FinishReason | None = None
 
     def request(self) -> AddRequest:
-        return AddRequest(request_id=self.request_id, prompt_token_ids=self.prompt.token_ids, sampling=self.sampling)
+        return AddRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt.token_ids,
+            sampling=self.sampling,
+            adapter=self.adapter,
+        )
 
     def take(self, output: RequestOutput) -> None:
         """Adds the output of one step. Raises BatonError if the engine rejected the request."""
@@ -467,6 +505,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "parallel": ParallelConfig,
         "speculation": SpeculationConfig,
         "grammar": GrammarConfig,
+        "adapters": AdapterConfig,
     }
     owners = {name: section for section, struct in sections.items() for name in struct.__struct_fields__}
     # No stream waits for tokens: steps are as large as their budget.
@@ -477,6 +516,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         "parallel": {},
         "speculation": {},
         "grammar": {},
+        "adapters": {},
     }
     for name, value in options.items():
         if name not in owners:
@@ -510,13 +550,14 @@ def _as_list(prompts: Prompts) -> list[str | Sequence[int]]:
 
 
 def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequestError(f"params has {len(params)} entries for {num_prompts} prompts", param="params")
-    return params
+    name: str, given: _Given | Sequence[_Given | None] | None, num_prompts: int, kind: type[_Given]
+) -> Sequence[_Given | None]:
+    if given is None or isinstance(given, kind):
+        return [given] * num_prompts
+    several = cast("Sequence[_Given | None]", given)
+    if len(several) != num_prompts:
+        raise InvalidRequestError(f"{name} has {len(several)} entries for {num_prompts} prompts", param=name)
+    return several
 
 
 def _check_thinking(sampling: SamplingParams) -> None:

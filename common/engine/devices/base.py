@@ -16,6 +16,7 @@ import torch
 
 from common.engine.config import Kernels
 from common.engine.contract.step import Fence
+from common.engine.devices.adapters import AdapterBatch, LayerAdapters
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, KVSpec
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedDecodes
 from common.engine.devices.operators import Operators
@@ -119,6 +120,11 @@ class Device(Protocol):
     def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
         """Attention over the KV cache, by what was found to work for the model; a ProjectionAttention if it is
         fused."""
+
+    def layer_adapters(
+        self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
+    ) -> LayerAdapters:
+        """Returns the adapters of a linear layer, whose outputs are those of layers of `sizes` side by side."""
 
     def recurrences(self) -> Recurrences | None:
         """Steps of layers with a state; None if there are none, or kernels are off."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
+from common.engine.devices.adapters import AdapterRows, StepAdapters, num_routes
 from common.engine.devices.attention import AttentionMetadata, GroupTables
 
 
@@ -16,6 +18,7 @@ class DecodeInputs(NamedTuple):
     tokens: torch.Tensor  # [num_decodes], their ids; or [num_decodes, size], what the stage before passes on
     positions: torch.Tensor  # [num_decodes], see PackedBatch
     attention: AttentionMetadata
+    adapters: StepAdapters | None = None  # None: no row has one
 
 
 class RecordedStepError(RuntimeError):
@@ -36,6 +39,7 @@ class DecodeLimits(NamedTuple):
     token_shape: tuple[int, ...] = ()  # of each of DecodeInputs.tokens
     token_dtype: torch.dtype = torch.int64
     num_groups: int = 1  # of KV
+    num_adapters: int = 0  # that are computed at once; 0: none
 
 
 class RecordedDecodes(Protocol):
@@ -61,8 +65,12 @@ class FixedInputs:
             )
             for _ in range(limits.num_groups)
         ]
+        self._num_adapters = limits.num_adapters
+        self._routes = torch.zeros(num_routes(limits.num_adapters, most), dtype=torch.int64)
 
-    def first(self, size: int, seq_lens: Sequence[int], *, has_drafts: bool = False) -> DecodeInputs:
+    def first(
+        self, size: int, seq_lens: Sequence[int], *, has_drafts: bool = False, has_adapters: bool = False
+    ) -> DecodeInputs:
         """The inputs of the first `size` decodes, which have at most `seq_lens` tokens."""
         (block_tables, slots), *others = [GroupTables(*(each[:size] for each in group)) for group in self.groups]
         metadata = AttentionMetadata(
@@ -75,4 +83,10 @@ class FixedInputs:
             has_drafts=has_drafts,
             other_groups=others,
         )
-        return DecodeInputs(self.tokens[:size], self.positions[:size], metadata)
+        no_slots = np.zeros(size, dtype=np.int64)
+        adapters = StepAdapters(no_slots, no_slots, self._routes) if has_adapters else None
+        return DecodeInputs(self.tokens[:size], self.positions[:size], metadata, adapters)
+
+    def stage_adapters(self, adapters: StepAdapters) -> None:
+        """Puts what kernels read of a step's adapters in its place."""
+        AdapterRows(adapters.of_tokens, self._num_adapters, torch.device("cpu")).write_routes(self._routes)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from common.engine.devices.adapters import AdaptedLinear
 from common.engine.devices.attention import ProjectionAttention
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.quantization.base import AnyLinear
@@ -21,6 +22,10 @@ float32."""
 
 PerToken = Callable[[torch.Tensor], torch.Tensor]
 """[tokens, size] -> [tokens, another size]"""
+
+
+Adapt = Callable[[PerToken], AdaptedLinear]
+"""Adds adapters to a linear layer."""
 
 
 class Operators(Protocol):
@@ -52,8 +57,9 @@ class Operators(Protocol):
     def copy(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes a residual stream [tokens, size] to `out`, of the same shape, whose rows may be apart."""
 
-    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
-        """silu(gate) * up, where gate and up are the halves of the linear layer's outputs; see `linear`."""
+    def gated_linear(self, gate_up: AnyLinear, adapted: Adapt | None = None) -> PerToken:
+        """silu(gate) * up, where gate and up are the halves of the linear layer's outputs; see `linear`. `adapted`:
+        adds its adapters to the layer."""
 
 
 def rows_of_part(token_ids: torch.Tensor, first: int, zeros: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ weights and activations are bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from common.engine.devices.adapters import AdaptedLinear, AdapterBatch, AdapterRows
 from common.engine.devices.attention import (
     AttentionArgs,
     AttentionMetadata,
@@ -26,9 +27,10 @@ from common.engine.devices.attention import (
     ProjectionAttention,
     Rotary,
 )
-from common.engine.devices.operators import AddNorm, Embed, Operators, PerToken
+from common.engine.devices.operators import Adapt, AddNorm, Embed, Operators, PerToken
 from common.engine.devices.ranks import Ranks
 from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
+from common.engine.model.lora import AdaptedLayers
 from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
 from common.engine.model.probe import ProbedModel
 from common.engine.model.ranks import together
@@ -37,6 +39,7 @@ from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_b
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_QKV = ("q_proj", "k_proj", "v_proj")
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -47,15 +50,19 @@ _PROBED_BLOCK = 16  # block size of the cache that the probe runs with
 class FusedDecoder:
     """A causal language model; called on one thread."""
 
-    def __init__(self, model: Any, probed: ProbedModel, operators: Operators, stage: Stage) -> None:
+    def __init__(
+        self, model: Any, probed: ProbedModel, operators: Operators, stage: Stage, adapters: AdaptedLayers | None = None
+    ) -> None:
         base = model.model
         self._operators = operators
+        self._adapters = AdapterBatch(0, device_of(model)) if adapters is None else adapters.batch
         self._begin = _embedding(operators, base.embed_tokens) if stage.is_first else operators.resume(model.dtype)
         self._rotary = _RotaryTables(base.rotary_emb, device_of(model))
         parts = zip(stage.layers, probed.attention_args, probed.num_heads, strict=True)
         self._layers = []
         for index, args, num_heads in parts:
-            self._layers.append(_Layer.of(base.layers[index], args, num_heads, operators))
+            adapt = None if adapters is None else partial(adapters.adapt, f"model.layers.{index}.")
+            self._layers.append(_Layer.of(base.layers[index], args, num_heads, operators, adapt))
             base.layers[index] = nn.Identity()  # so that weights are never there twice
         self._kept: dict[int, torch.Tensor] = {}
         norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), model.dtype)
@@ -83,7 +90,8 @@ class FusedDecoder:
         if wanted is not None:  # of the last layer's other tokens, only keys and values are needed
             hidden, attended = hidden[wanted], attended[wanted]
             sizes = self._operators.split(len(wanted))
-        delta = _in_parts(sizes, self._layers[-1].finish, hidden, attended)
+        parts = self._adapters.parts(sizes, are_wanted=wanted is not None)
+        delta = self._in_parts(sizes, parts, self._layers[-1].finish, hidden, attended)
         return self._end(hidden, delta)
 
     def _attend(
@@ -100,14 +108,33 @@ class FusedDecoder:
         attention.begin_parts(batch.split(sizes))
         rotaries = self._rotary.at(positions, max(batch.seq_lens)).split(sizes)
         streams = torch.split(hidden, sizes)
-        results = [self._layers[0].project(*part) for part in zip(streams, torch.split(delta, sizes), strict=True)]
+        adapters, adapted = self._adapters, self._adapters.parts(sizes)
+        results = []
+        for rows, stream, added in zip(adapted, streams, torch.split(delta, sizes), strict=True):
+            adapters.rows = rows
+            results.append(self._layers[0].project(stream, added))
         self._keep_inputs(0, streams)
         for index, layer in enumerate(self._layers):
             following = self._layers[index + 1] if index + 1 < len(self._layers) else None
             for part, (stream, rotary) in enumerate(zip(streams, rotaries, strict=True)):
+                adapters.rows = adapted[part]
                 result = attention.attend_projections(index, part, results[part], layer.projected, rotary)
                 results[part] = result if following is None else layer.advance(following, stream, result)
             self._keep_inputs(index + 1, streams)
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _in_parts(
+        self,
+        sizes: list[int],
+        adapted: Sequence[AdapterRows | None],
+        compute: Callable[..., torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """`compute` of so many rows of the tensors at a time."""
+        results = []
+        for rows, *part in zip(adapted, *(torch.split(tensor, sizes) for tensor in tensors), strict=True):
+            self._adapters.rows = rows
+            results.append(compute(*part))
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _keep_inputs(self, index: int, streams: Sequence[torch.Tensor]) -> None:
@@ -159,11 +186,18 @@ def has_known_parts(model: Any, stage: Stage) -> bool:
     )
 
 
-def fuse_decoder(model: Any, probed: ProbedModel, operators: Operators, ranks: Ranks, stage: Stage) -> FusedDecoder:
+def fuse_decoder(
+    model: Any,
+    probed: ProbedModel,
+    operators: Operators,
+    ranks: Ranks,
+    stage: Stage,
+    adapters: AdaptedLayers | None = None,
+) -> FusedDecoder:
     """Takes the layers out of a model that can be fused, and returns its fused form. Raises ModelLoadError if that
     computes something else. It fails on all ranks or on none."""
     with together(ranks):
-        decoder = FusedDecoder(model, probed, operators, stage)
+        decoder = FusedDecoder(model, probed, operators, stage, adapters)
     probed.check("the fused decoder", decoder.probe(probed.inputs, probed.spec))
     return decoder
 
@@ -179,17 +213,33 @@ class _Layer:
     down: PerToken
 
     @classmethod
-    def of(cls, layer: Any, args: AttentionArgs, num_heads: int, operators: Operators) -> _Layer:
+    def of(
+        cls,
+        layer: Any,
+        args: AttentionArgs,
+        num_heads: int,
+        operators: Operators,
+        adapt: Callable[[Mapping[str, AnyLinear], PerToken], AdaptedLinear] | None,
+    ) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         dtype = attention.q_proj.weight.dtype
+
+        def adapted(module: str, *names: str) -> Adapt | None:
+            layers = {
+                f"{module}.{name}": cast("AnyLinear", _local(getattr(getattr(layer, module), name))) for name in names
+            }
+            return None if adapt is None else partial(adapt, layers)
+
+        qkv, adapt_qkv = [attention.q_proj, attention.k_proj, attention.v_proj], adapted("self_attn", *_QKV)
+        adapt_gated = adapted("mlp", "gate_proj", "up_proj")
         return cls(
             input_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.input_layernorm)), dtype),
-            qkv=operators.linear(_joined([attention.q_proj, attention.k_proj, attention.v_proj])),
+            qkv=_adapted(operators.linear(_joined(qkv)), adapt_qkv),
             projected=ProjectedArgs(num_heads, args, _head_norms(attention)),
-            o=_linear(operators, attention.o_proj),
+            o=_linear(operators, attention.o_proj, adapted("self_attn", "o_proj")),
             post_norm=operators.add_norm(cast("RMSNorm", rms_norm_of(layer.post_attention_layernorm)), dtype),
-            gated=operators.gated_linear(_joined([mlp.gate_proj, mlp.up_proj])),
-            down=_linear(operators, mlp.down_proj),
+            gated=operators.gated_linear(_joined([mlp.gate_proj, mlp.up_proj]), adapt_gated),
+            down=_linear(operators, mlp.down_proj, adapted("mlp", "down_proj")),
         )
 
     def project(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -204,13 +254,6 @@ class _Layer:
     def advance(self, following: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """From this layer's attention to the projections of the one that follows."""
         return following.project(hidden, self.finish(hidden, attended))
-
-
-def _in_parts(parts: list[int], compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """`compute` of so many rows of the tensors at a time."""
-    if len(parts) == 1:
-        return compute(*tensors)
-    return torch.cat([compute(*part) for part in zip(*(torch.split(tensor, parts) for tensor in tensors), strict=True)])
 
 
 class _RotaryTables:
@@ -258,9 +301,13 @@ def _local(module: nn.Module) -> nn.Module:
     return module.local if isinstance(module, CollectedLinear | CutEmbedding) else module
 
 
-def _linear(operators: Operators, module: nn.Module) -> PerToken:
+def _adapted(linear: PerToken, adapt: Adapt | None) -> PerToken:
+    return linear if adapt is None else adapt(linear)
+
+
+def _linear(operators: Operators, module: nn.Module, adapt: Adapt | None = None) -> PerToken:
     """The layer, with the outputs of all ranks."""
-    local = operators.linear(cast("AnyLinear", _local(module)))
+    local = _adapted(operators.linear(cast("AnyLinear", _local(module))), adapt)
     if not isinstance(module, CollectedLinear):
         return local
     collect = module.collect  # without the module, whose weights may be given up

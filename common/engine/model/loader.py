@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.engine.config import Kernels, ModelConfig, ParallelConfig
+from common.engine.config import AdapterConfig, Kernels, ModelConfig, ParallelConfig
 from common.engine.contract.kv_groups import KVGroupSpec, Window
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
@@ -30,8 +30,9 @@ from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder, has_known_parts
 from common.engine.model.kv_groups import GroupLayers, all_in_one, by_window, share_blocks
+from common.engine.model.lora import AdaptedLayers, ModelAdapters
 from common.engine.model.parallel_plan import Place, heads_of, refused
-from common.engine.model.probe import ProbedModel, check_recurrences, probe_model
+from common.engine.model.probe import ProbedModel, check_linears, check_recurrences, probe_model
 from common.engine.model.rank_loader import load_rank, outline_of
 from common.engine.model.ranks import together
 from common.engine.model.stage_links import OneStage, StageLinks
@@ -81,6 +82,7 @@ class LoadedModel:
     state_layers: Sequence[StateLayer] = ()  # of this stage, in layer order
     state_bytes: tuple[int, ...] = ()  # of all stages, by the layer of blocks that they lie in; empty: there are none
     recurrences: Recurrences | None = None  # kernels by which these decode
+    adapters: ModelAdapters | None = None  # None: it takes none
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
 
 
@@ -91,9 +93,10 @@ def load_model(
     ranks: Ranks = _ONE_RANK,
     experts: ExpertRanks | None = None,
     links: StageLinks = _ONE_STAGE,
+    adapters: AdapterConfig | None = None,
 ) -> LoadedModel:
     """Load the rank's part of `config.model`, a local directory or a hub id. `experts`: among which experts are cut
-    whole. Raises ModelLoadError, or ConfigError for
+    whole. `adapters`: of which the model takes so many. Raises ModelLoadError, or ConfigError for
     a bad device or a model that cannot be cut."""
     device = DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
@@ -110,7 +113,8 @@ def load_model(
         reason = f"with 1 or 2 ranks, but there are {ranks.size} that do not share memory"
         raise ConfigError.of("batch_invariant", reason)
     with quiet_transformers():
-        found = _load_and_probe(_Source(directory, weight_files, config, device, quantized, ranks, experts, links))
+        source = _Source(directory, weight_files, config, device, quantized, ranks, experts, links, adapters)
+        found = _load_and_probe(source)
     model, stage, probed = found.model, found.stage, found.probed
     if quantized is not None or is_cut:  # else weights that were given up are of mapped files
         _return_freed_memory()
@@ -140,6 +144,7 @@ def load_model(
         state_layers=state_layers,
         state_bytes=state_bytes,
         recurrences=found.recurrences,
+        adapters=_model_adapters(found, device),
         vocab_size=vocab_size,
         max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
@@ -295,6 +300,13 @@ class _Source(NamedTuple):
     ranks: Ranks
     experts: ExpertRanks | None
     links: StageLinks
+    adapters: AdapterConfig | None
+
+    def adapted_layers(self) -> AdaptedLayers | None:
+        """Returns the list of layers that adapters may change, still empty; None if there can be none."""
+        if self.adapters is None or self.is_cut or self.config.batch_invariant:
+            return None
+        return AdaptedLayers(self.device, self.adapters.max_loras, self.adapters.max_lora_rank)
 
     @property
     def is_cut(self) -> bool:
@@ -316,6 +328,7 @@ class _Probed(NamedTuple):
     kernels_failed: bool
     is_fusable: bool  # whatever the device can do
     recurrences: Recurrences | None = None
+    adapted: AdaptedLayers | None = None  # layers that adapters may change
 
 
 def _load_and_probe(source: _Source) -> _Probed:
@@ -329,8 +342,11 @@ def _load_and_probe(source: _Source) -> _Probed:
     failed = False
     if operators is not None and probed is not None:
         try:
-            decoder = fuse_decoder(model, probed, operators, source.ranks, stage)
-            return _Probed(model, stage, probed, decoder, "fused", kernels_failed=False, is_fusable=True)
+            adapted = source.adapted_layers()
+            decoder = fuse_decoder(model, probed, operators, source.ranks, stage, adapted)
+            return _Probed(
+                model, stage, probed, decoder, "fused", kernels_failed=False, is_fusable=True, adapted=adapted
+            )
         except EngineDeadError:
             raise
         except Exception as error:  # the decoder differs, or whatever a compiler raises
@@ -372,7 +388,31 @@ def _load_and_probe(source: _Source) -> _Probed:
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
             _warn_of_kernels(error)
             failed, recurrences = True, None
-    return _Probed(model, stage, probed, None, "attention" if attends else "torch", failed, is_fusable, recurrences)
+    adapted = _wrap_linears(source, model, stage, probed)
+    kernels: Kernels = "attention" if attends else "torch"
+    return _Probed(model, stage, probed, None, kernels, failed, is_fusable, recurrences, adapted)
+
+
+def _wrap_linears(source: _Source, model: Any, stage: Stage, probed: ProbedModel) -> AdaptedLayers | None:
+    """Lets adapters change the linear layers of a model that runs its own code; None if that changes the model."""
+    adapted = source.adapted_layers()
+    if adapted is None:
+        return None
+    adapted.wrap_modules(model)
+    try:
+        check_linears(model, stage, probed)
+    except Exception as error:  # noqa: BLE001  third-party code: whatever it raises, the model is served without
+        logger.warning("%s takes no adapters: %s", type(model).__name__, _first_line(error))
+        adapted.unwrap_modules(model)
+        return None
+    adapted.settle(model, len(probed.inputs))
+    return adapted
+
+
+def _model_adapters(found: _Probed, device: Device) -> ModelAdapters | None:
+    if found.adapted is None or not found.adapted.targets:
+        return None
+    return ModelAdapters(found.adapted, dtype=found.model.dtype, device=device.torch_device)
 
 
 def _group(

@@ -116,6 +116,24 @@ def check_recurrences(model: Any, stage: Stage, probed: ProbedModel, recurrences
     probed.check(type(model).__name__, outputs)
 
 
+def check_linears(model: Any, stage: Stage, probed: ProbedModel) -> None:
+    """Computes all tokens at once, with linear layers that were replaced after the probe. Raises ModelLoadError if the
+    results differ, and whatever the model raises."""
+    states = state_modules(model)
+    hook = StateHook(states, _RecordedStates(len(states)))
+    attention = _CachedAttention()
+    modules = list(model.modules())
+    try:
+        for module in modules:
+            set_layer_attention(module, attention)
+        outputs = _forward_part(model, stage, probed.inputs, range(len(probed.inputs)), hook)
+    finally:
+        hook.remove()
+        for module in modules:
+            clear_layer_attention(module)
+    probed.check(type(model).__name__, outputs)
+
+
 def _probe(model: Any, stage: Stage) -> ProbedModel:
     name = type(model).__name__
     text_config = model.config.get_text_config()

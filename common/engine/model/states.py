@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from common.engine.devices.adapters import NO_ADAPTERS, AdapterBatch
 from common.engine.devices.recurrences import Recurrences
 from common.engine.model.scan import SCANS, scan_from_state
 
@@ -168,7 +169,15 @@ def _keeps_state(module: nn.Module) -> bool:
 class StateHook:
     """Lets the modules compute a step's batch with states in a store."""
 
-    def __init__(self, modules: Sequence[nn.Module], store: StateStore, recurrences: Recurrences | None = None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        store: StateStore,
+        recurrences: Recurrences | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> None:
+        """`adapters`: of layers in the modules, which get a part of a step's tokens at a time."""
+        self._adapters = NO_ADAPTERS if adapters is None else adapters
         self._modules = modules
         self._store = store
         self._recurrences = recurrences
@@ -200,11 +209,13 @@ class StateHook:
         outputs = torch.empty_like(hidden)
         found = None
         if len(batch.tokens):
-            found = self._decode(layer, forward, hidden[0, batch.tokens, None], arguments)
+            with self._adapters.narrowed(batch.tokens):
+                found = self._decode(layer, forward, hidden[0, batch.tokens, None], arguments)
             outputs[0, batch.tokens] = _outputs(found)[:, 0]
         for run in batch.runs:
             states = SequenceStates() if run.source is None else SequenceStates(store.read(layer, run.source))
-            found = forward.own(hidden[:, run.start : run.stop], states, arguments)
+            with self._adapters.narrowed(slice(run.start, run.stop)):
+                found = forward.own(hidden[:, run.start : run.stop], states, arguments)
             outputs[:, run.start : run.stop] = _outputs(found)
             store.write(layer, run.target, states.states)
         return (outputs, None) if isinstance(found, tuple) else outputs

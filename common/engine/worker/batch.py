@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 
 from common.engine.contract.kv_groups import Window
+from common.engine.devices.adapters import StepAdapters
 from common.engine.devices.attention import AttentionMetadata, GroupTables
 from common.engine.devices.base import Memory
+from common.engine.model.lora import RequestAdapters
 from common.engine.worker.request_table import RequestTable
 from common.types import RequestId
 
@@ -40,6 +42,7 @@ class PackedBatch:
     prompt_runs: list[PromptRun]  # of requests that want log probabilities of their prompt, as in logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
     rows: npt.NDArray[np.int64]  # [num_seqs], of each sequence in the request table
+    adapters: StepAdapters | None = None  # None: no token has one
 
 
 class BatchPacker:
@@ -49,10 +52,16 @@ class BatchPacker:
     """
 
     def __init__(
-        self, table: RequestTable, block_size: int, memory: Memory, windows: Sequence[Window | None] = (None,)
+        self,
+        table: RequestTable,
+        block_size: int,
+        memory: Memory,
+        windows: Sequence[Window | None] = (None,),
+        adapters: RequestAdapters | None = None,
     ) -> None:
         """`windows`: of each KV group. What has fallen out of one is another request's by now."""
         self._table = table
+        self._adapters = adapters
         self._windows = windows
         self._block_size = block_size
         self._memory = memory
@@ -112,6 +121,7 @@ class BatchPacker:
             prompt_runs=layout.prompt_runs,
             opened_blocks=opened_blocks,
             rows=rows,
+            adapters=None if self._adapters is None else self._adapters.of_step(token_rows, layout.wanted),
         )
 
 

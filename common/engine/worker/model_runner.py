@@ -30,6 +30,7 @@ from common.engine.devices.base import RowSampler
 from common.engine.devices.decode_inputs import DecodeInputs, DecodeLimits, RecordedDecodes, RecordedStepError
 from common.engine.model.attention_hook import clear_layer_attention, install
 from common.engine.model.loader import LoadedModel
+from common.engine.model.lora import RequestAdapters
 from common.engine.model.stage_links import OneStage, StageLinks
 from common.engine.phases import Phase, PhaseClock
 from common.engine.sampling.processors import LogitsProcessor
@@ -117,9 +118,11 @@ class ModelRunner:
                 block_size=block_size,
                 memory=self._memory,
                 recurrences=loaded.recurrences,
+                adapters=None if loaded.adapters is None else loaded.adapters.batch,
             )
         windows = [group.sees for group in kv_groups or loaded.kv_groups[:1]]
-        self._packer = BatchPacker(self._table, self._block_size, self._memory, windows)
+        self._adapters = None if loaded.adapters is None else RequestAdapters(loaded.adapters, max_num_seqs)
+        self._packer = BatchPacker(self._table, self._block_size, self._memory, windows, self._adapters)
         # Layers of blocks that a group does not use; those of features are of the first.
         num_layers = loaded.kv_spec.num_layers
         unused = [
@@ -136,10 +139,17 @@ class ModelRunner:
             self._proposer.forget(dropped)
         if self._proposer is not None and step.forgets_outputs:
             self._proposer.reset()
-        if self._states is not None:
+        if self._states is not None or self._adapters is not None:
             new = (new.request_id for new in step.new_requests)
-            self._states.forget(self._table.known_rows_of([*step.dropped_request_ids, *new]))
+            left = self._table.known_rows_of([*step.dropped_request_ids, *new])
+            if self._states is not None:
+                self._states.forget(left)
+            if self._adapters is not None:
+                self._adapters.clear(left)
         self._table.update(step)
+        if self._adapters is not None:
+            for request in step.new_requests:
+                self._adapters.set(self._table.row_of(request.request_id), request.adapter)
         for group, layers in self._unused:
             self._clear_unused(group, layers, step)
 
@@ -290,7 +300,7 @@ class ModelRunner:
         """Logits [len(batch.logits_index), vocabulary]; see Stage.forward."""
         num_tokens = batch.input_ids.shape[0]
         tokens = batch.input_ids if self._stage.is_first else self._inputs(batch)
-        inputs = DecodeInputs(tokens, batch.positions, batch.attention)
+        inputs = DecodeInputs(tokens, batch.positions, batch.attention, batch.adapters)
         keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
         is_recorded = not batch.prompt_runs and batch.attention.num_decodes == num_tokens
         if self._recorded is not None and is_recorded and (self._states is None or self._states.stage()):
@@ -326,9 +336,11 @@ class ModelRunner:
 
     def _compute(self, inputs: DecodeInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] of the `wanted` tokens; None: of all."""
+        if self._loaded.adapters is not None:
+            self._loaded.adapters.begin_step(inputs.adapters)
         if self._loaded.decoder is not None:
             attention = cast("ProjectionAttention", self._attentions[0])  # a fused decoder has one KV group
-            found = self._loaded.decoder(*inputs, attention, wanted)
+            found = self._loaded.decoder(inputs.tokens, inputs.positions, inputs.attention, attention, wanted)
             return found[:, : self._loaded.vocab_size] if self._stage.is_last else found
         for backend, batch in zip(self._attentions, inputs.attention.by_group(), strict=False):  # none: only states
             backend.begin_step(batch)
@@ -352,7 +364,13 @@ class ModelRunner:
         if self._loaded.position_dims > 1:
             return
         num_groups = max(1, len(self._attentions))  # of a model without attention, one that nothing reads
-        limits = DecodeLimits(max_num_decodes, self.max_model_len, self._block_size, num_groups=num_groups)
+        limits = DecodeLimits(
+            max_num_decodes,
+            self.max_model_len,
+            self._block_size,
+            num_groups=num_groups,
+            num_adapters=0 if self._loaded.adapters is None else self._loaded.adapters.num_slots,
+        )
         if not self._stage.is_first:
             limits = limits._replace(token_shape=(self._stage.hidden_size,), token_dtype=self._passed_dtype)
         try:

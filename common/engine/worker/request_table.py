@@ -108,6 +108,10 @@ class RequestTable:
         rows = self._rows
         return np.array([rows[request_id] for request_id in request_ids], dtype=np.int64)
 
+    def row_of(self, request_id: RequestId) -> int:
+        """Row of a request."""
+        return self._rows[request_id]
+
     def known_rows_of(self, request_ids: Iterable[RequestId]) -> list[int]:
         """Rows of those of the requests that have one."""
         rows = self._rows

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.engine.devices.adapters import AdapterBatch
 from common.engine.devices.attention import AttentionMetadata
 from common.engine.devices.base import Memory
 from common.engine.devices.recurrences import Recurrences
@@ -94,6 +95,7 @@ class StateCache:
         block_size: int,
         memory: Memory,
         recurrences: Recurrences | None,
+        adapters: AdapterBatch | None = None,
     ) -> None:
         """`table` has block tables of states after all others."""
         self._table = table
@@ -111,7 +113,7 @@ class StateCache:
         self._saves: list[_Save] = []
         no_slots = torch.empty(0, dtype=torch.int64)
         self._batch = StateBatch(no_slots, no_slots, no_slots, [])
-        self.hook = StateHook([layer.module for layer in layers], self, recurrences)
+        self.hook = StateHook([layer.module for layer in layers], self, recurrences, adapters)
 
     def _grow(self, num_slots: int) -> None:
         """Makes room for so many slots. Those in use stay as they are."""

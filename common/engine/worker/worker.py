@@ -131,7 +131,6 @@ class Worker:
         self._head: LoadedHead | None = None
         self._tagger: Tagger | None = None
         self._drafts: _Drafts | None = None
-        self.adapters: Adapters | None = None
 
     def load_model(self) -> ModelFacts:
         """See Executor.load_model."""
@@ -150,7 +149,13 @@ class Worker:
             elif isinstance(options, DraftModelOptions):
                 self._draft_loaded = load_draft_model(self._config.model, options, device_number)
         loaded = self._loaded = load_model(
-            self._config.model, device_number, self._group_layers, self._ranks, self._experts, self._links
+            self._config.model,
+            device_number,
+            self._group_layers,
+            self._ranks,
+            self._experts,
+            self._links,
+            adapters=self._config.adapters,
         )
         self._ranks = loaded.ranks
         self._block_size = self._config.cache.block_size or default_block_size(
@@ -256,6 +261,11 @@ class Worker:
             self.rank,
         )
         return OpenConnector(self._connector, facts)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """See Executor.adapters."""
+        return None if self._loaded is None else self._loaded.adapters
 
     @property
     def runs_ahead(self) -> bool:

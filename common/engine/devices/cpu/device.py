@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from common.engine.config import Kernels, ModelConfig
+from common.engine.devices.adapters import AdapterBatch, LayerAdapters
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, KVSpec
+from common.engine.devices.cpu.adapters import CpuLayerAdapters
 from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAttention, supports
 from common.engine.devices.cpu.decode_programs import DecodePrograms
 from common.engine.devices.cpu.fused_norm import fuse_norms
@@ -89,6 +91,14 @@ class CpuDevice(TorchDevice):
         if kv_cache.shape[2] == 1:
             return CpuLatentAttention(kv_cache)
         return BatchInvariantAttention(kv_cache) if self.batch_invariant else CpuAttention(kv_cache)
+
+    def layer_adapters(
+        self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
+    ) -> LayerAdapters:
+        """See Device."""
+        if self._has_kernels and has_openmp() and dtype in (torch.float32, torch.bfloat16):
+            return CpuLayerAdapters(batch, in_features, sizes, dtype, max_rank)
+        return super().layer_adapters(batch, in_features, sizes, dtype, max_rank)
 
     def recurrences(self) -> CpuRecurrences | None:
         """See Device."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.engine.devices.adapters import AdapterBatch
 from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAttention
 from common.engine.devices.cpu.kernels.compiled import (
     Call,
@@ -26,7 +27,7 @@ from common.engine.devices.cpu.kernels.elementwise import (
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.streamed_int8_linear import compiled
 from common.engine.devices.cpu.streamed_linear import StreamedLinear
-from common.engine.devices.operators import AddNorm, Embed, PerToken
+from common.engine.devices.operators import Adapt, AddNorm, Embed, PerToken
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.quantization.base import AnyLinear, QuantizedLinear
 from common.engine.quantization.int8 import Int8Linear
@@ -80,13 +81,17 @@ class CpuOperators:
         call.point("out", out)
         call.run(len(hidden), threads_for(hidden.numel()))
 
-    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
+    def gated_linear(self, gate_up: AnyLinear, adapted: Adapt | None = None) -> PerToken:
         """See Operators."""
         size, dtype = gate_up.out_features // 2, gate_up.weight.dtype
         if isinstance(gate_up, QuantizedLinear):
-            return _Gated(self._quantized(gate_up), size, dtype)
+            quantized = self._quantized(gate_up)
+            return _Gated(quantized if adapted is None else adapted(quantized), size, dtype)
         linear = StreamedLinear(gate_up, batch_invariant=self._batch_invariant, gated=True)
-        return partial(_gated, linear, _Gated(linear, size, dtype))
+        if adapted is None:
+            return partial(_gated, linear, _Gated(linear, size, dtype))
+        with_adapters = adapted(linear)
+        return partial(_gated_unless_adapted, linear, _Gated(with_adapters, size, dtype), with_adapters.batch)
 
     def _quantized(self, linear: QuantizedLinear) -> PerToken:
         if isinstance(linear, Int8Linear):
@@ -151,6 +156,12 @@ def _gated(linear: StreamedLinear, separate: PerToken, inputs: torch.Tensor) -> 
     """At once, if there is a kernel for that."""
     gated = linear.gated(inputs)
     return separate(inputs) if gated is None else gated
+
+
+def _gated_unless_adapted(
+    linear: StreamedLinear, separate: PerToken, batch: AdapterBatch, inputs: torch.Tensor
+) -> torch.Tensor:
+    return separate(inputs) if batch.is_active else _gated(linear, separate, inputs)
 
 
 class _Gated:

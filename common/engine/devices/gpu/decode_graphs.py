@@ -49,7 +49,9 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
-        """See RecordedDecodes. None if there are too many decodes."""
+        """See RecordedDecodes. None if there are too many decodes, or some with adapters."""
+        if inputs.adapters is not None:
+            return None
         num_decodes = len(inputs.tokens)
         size = next((size for size in self._sizes if size >= num_decodes), None)
         if size is None:

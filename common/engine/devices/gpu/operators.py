@@ -19,7 +19,7 @@ from common.engine.devices.gpu.attention import (
 )
 from common.engine.devices.gpu.kernels.elementwise import add_norm_kernel, silu_mul_kernel
 from common.engine.devices.gpu.kernels.linear import linear_kernel
-from common.engine.devices.operators import AddNorm, Embed, PerToken, rows_of_part
+from common.engine.devices.operators import Adapt, AddNorm, Embed, PerToken, rows_of_part
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.quantization.base import AnyLinear, QuantizedLinear
 from common.errors import ConfigError
@@ -71,9 +71,11 @@ class TritonOperators:
         """See Operators."""
         out.copy_(hidden)
 
-    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
+    def gated_linear(self, gate_up: AnyLinear, adapted: Adapt | None = None) -> PerToken:
         """See Operators."""
         linear, size = self.linear(gate_up), gate_up.out_features // 2
+        if adapted is not None:
+            linear = adapted(linear)
         return lambda inputs: _silu_mul(size, linear(inputs))
 
 

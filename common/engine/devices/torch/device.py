@@ -9,6 +9,7 @@ import torch
 
 from common.cores import num_usable_cores
 from common.engine.config import Kernels, ModelConfig
+from common.engine.devices.adapters import AdapterBatch, LayerAdapters
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, KVSpec
 from common.engine.devices.base import Device, Memory, RowSampler, StepSampler
 from common.engine.devices.decode_inputs import DecodeLimits, Forward, RecordedDecodes
@@ -16,6 +17,7 @@ from common.engine.devices.host_memory import HostMemory
 from common.engine.devices.operators import Operators
 from common.engine.devices.ranks import Ranks
 from common.engine.devices.recurrences import Recurrences
+from common.engine.devices.torch.adapters import TorchLayerAdapters
 from common.engine.devices.torch.attention import TorchAttention
 from common.engine.devices.torch.latent_attention import TorchLatentAttention
 from common.engine.quantization.base import QuantizedLinear
@@ -75,6 +77,12 @@ class TorchDevice(Device):
     def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
         """See Device."""
         return TorchLatentAttention(kv_cache) if kv_cache.shape[2] == 1 else TorchAttention(kv_cache)
+
+    def layer_adapters(
+        self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
+    ) -> LayerAdapters:
+        """See Device."""
+        return TorchLayerAdapters(batch, in_features, sizes)
 
     def recurrences(self) -> Recurrences | None:
         """See Device."""

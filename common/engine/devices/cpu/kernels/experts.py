@@ -45,12 +45,12 @@ def gated_experts_kernel(element: ElementType, size: int, width: int) -> Kernel:
             rows = [a.inputs.at(token * size) for token in tokens]
             columns = BLOCK // num_rows
             for column in range(0, BLOCK, columns):
-                gates, ups = (_products(b, rows, each.at(column * size), size, columns) for each in (gate, up))
+                gates, ups = (products(b, rows, each.at(column * size), size, columns) for each in (gate, up))
                 found = silu(b, gates) * ups
                 for row in range(num_rows):
-                    a.gated.at((pair + row) * width + block + column).store(_part(b, found, row, columns))
+                    a.gated.at((pair + row) * width + block + column).store(part_of(b, found, row, columns))
 
-        _by_rows(b, first, last, multiply)
+        by_rows(b, first, last, multiply)
 
     arguments = _ROUTES | {"inputs": element, "weight": element, "gated": element}
     return Kernel("gated_experts", arguments, body)
@@ -78,13 +78,13 @@ def sum_experts_kernel(element: ElementType, size: int, width: int) -> Kernel:
                 rows = [a.gated.at((pair + row) * width) for row in range(num_rows)]
                 columns = BLOCK // num_rows
                 for column in range(0, BLOCK, columns):
-                    found = _products(b, rows, weight.at(column * width), width, columns)
+                    found = products(b, rows, weight.at(column * width), width, columns)
                     for row, number in enumerate(numbers):
                         share = b.number(a.shares.at(number).load(), columns)
                         total = totals.at(number // a.choices * BLOCK + column)
-                        total.store(b.fma(_part(b, found, row, columns), share, total.load(columns)))
+                        total.store(b.fma(part_of(b, found, row, columns), share, total.load(columns)))
 
-            _by_rows(b, first, last, multiply)
+            by_rows(b, first, last, multiply)
         with b.loop(0, a.num_tokens) as token:
             a.out.at(token * size + block).store(totals.at(token * BLOCK).load(BLOCK))
 
@@ -92,7 +92,7 @@ def sum_experts_kernel(element: ElementType, size: int, width: int) -> Kernel:
     return Kernel("sum_experts", arguments | dict.fromkeys(("num_experts", "num_tokens")), body)
 
 
-def _by_rows(b: Builder, first: Value, last: Value, multiply: Any) -> None:
+def by_rows(b: Builder, first: Value, last: Value, multiply: Any) -> None:
     """Calls `multiply` for all pairs from one to another, several at once."""
     start = first
     for num_rows in _ROWS:
@@ -102,7 +102,7 @@ def _by_rows(b: Builder, first: Value, last: Value, multiply: Any) -> None:
         start = stop
 
 
-def _products(b: Builder, rows: list[Pointer], weight: Pointer, size: int, columns: int) -> Value:
+def products(b: Builder, rows: list[Pointer], weight: Pointer, size: int, columns: int) -> Value:
     """Products of rows [size] and `columns` outputs of a weight [columns, size]; those of a row are side by side."""
     sums = [b.variable(b.number(0.0, BLOCK)) for _ in range(BLOCK)]
     with b.loop(0, size, BLOCK) as i:
@@ -115,5 +115,6 @@ def _products(b: Builder, rows: list[Pointer], weight: Pointer, size: int, colum
     return b.sums(lambda place: sums[place].get(), BLOCK)
 
 
-def _part(b: Builder, found: Value, row: int, columns: int) -> Value:
+def part_of(b: Builder, found: Value, row: int, columns: int) -> Value:
+    """The products of one of the rows."""
     return b.shuffle(found, found, range(row * columns, (row + 1) * columns))

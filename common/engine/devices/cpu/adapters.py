@@ -1,0 +1,102 @@
+"""LoRA adapters on CPU: by kernels for few rows, which may be recorded, else by torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.engine.devices.adapters import AdapterBatch, LoraPair
+from common.engine.devices.cpu.kernels.compiled import Call, CannotRecordError, is_recording, threads_for
+from common.engine.devices.cpu.kernels.experts import BLOCK
+from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.lora import (
+    MAX_ROWS,
+    TABLE_WIDTH,
+    can_add,
+    lora_down_kernel,
+    lora_up_kernel,
+    width_of,
+)
+from common.engine.devices.torch.adapters import TorchLayerAdapters
+
+_MAX_PARTS = 3  # of a layer, whose ranks are side by side
+
+
+class CpuLayerAdapters(TorchLayerAdapters):
+    """See LayerAdapters."""
+
+    def __init__(
+        self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
+    ) -> None:
+        super().__init__(batch, in_features, sizes)
+        self._sizes = tuple(sizes)
+        self._dtype = dtype
+        self._in_features = in_features
+        self._stride = _MAX_PARTS * _padded(max_rank)
+        self._table = torch.zeros((batch.num_slots, TABLE_WIDTH), dtype=torch.int64)
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # matrices by slot
+        self._max_blocks = self._stride // BLOCK
+        self._num_weights = in_features * _padded(max_rank)
+        self._has_kernels = can_add(in_features, sizes) and len(sizes) <= _MAX_PARTS
+        self._calls: tuple[Call, Call] | None = None  # once there is an adapter
+
+    def prepare(self) -> None:
+        """See LayerAdapters."""
+        if self._calls is None and self._has_kernels:
+            element, num_slots = element_type_of(self._dtype), self.batch.num_slots
+            down = Call(lora_down_kernel(element, self._in_features, num_slots, self._max_blocks), stride=self._stride)
+            up = Call(lora_up_kernel(element, self._sizes, num_slots), stride=self._stride)
+            for call in (down, up):
+                call.keep("table", self._table)
+            self._calls = down, up
+
+    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+        """See LayerAdapters."""
+        super().put(slot, pairs)
+        rank = max((len(pair.a) for pair in pairs if pair is not None), default=0)
+        if self._calls is None or not rank:
+            return
+        given = next(pair for pair in pairs if pair is not None)
+        a = given.a.new_zeros((_padded(rank * len(pairs)), given.a.shape[1]))
+        b = given.b.new_zeros((rank, sum(self._sizes)))
+        for number, (pair, outputs) in enumerate(zip(pairs, self.outputs, strict=True)):
+            if pair is not None:
+                a[number * rank : number * rank + len(pair.a)] = pair.a
+                b[: len(pair.a), outputs] = pair.b.T
+        self._kept[slot] = a, b
+        self._table[slot] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a), rank])
+
+    def remove(self, slot: int) -> None:
+        """See LayerAdapters."""
+        super().remove(slot)
+        self._table[slot] = 0
+        self._kept.pop(slot, None)
+
+    def add(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        """See LayerAdapters."""
+        if self._calls is None or len(inputs) > MAX_ROWS or not out.is_contiguous():
+            if is_recording():
+                raise CannotRecordError(f"adapters of {len(inputs)} rows are left to torch")
+            super().add(inputs, out)
+            return
+        down, up = self._calls
+        batch = self.batch
+        assert batch.rows is not None
+        routes = batch.rows.routes
+        if batch.scratch.numel() < MAX_ROWS * self._stride:
+            batch.scratch = torch.empty(MAX_ROWS * self._stride)
+        inputs = inputs.contiguous()
+        num_threads = threads_for(self._num_weights)
+        down.point("routes", routes)
+        down.point("inputs", inputs)
+        down.point("low", batch.scratch)
+        down.run(batch.num_slots * self._max_blocks, num_threads)
+        up.point("routes", routes)
+        up.point("low", batch.scratch)
+        up.point("out", out)
+        up.run(sum(self._sizes) // width_of(self._sizes), num_threads)
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // BLOCK) * BLOCK

@@ -1,0 +1,88 @@
+"""LoRA adapters compute what the model with merged weights does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.engine.llm import LLM, LoRARequest
+from common.types import SamplingParams
+from tests.architectures.models import model_dir
+from tests.lora import ATTENTION, merged_dir, write_adapter
+from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+ADAPTERS: list[dict[str, Any]] = [
+    {"rank": 4},
+    {"rank": 16, "targets": ("q_proj", "v_proj")},
+    {"rank": 5, "targets": ("gate_proj", "down_proj"), "alpha": 3},
+    {"rank": 40, "targets": ATTENTION, "config": {"use_rslora": True}},
+    {"rank": 8, "targets": ("o_proj", "up_proj")},
+    {"rank": 1},
+    {"rank": 2, "alpha": 32},
+    {"rank": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    model = tiny_model_dir("qwen3")
+    return [write_adapter(root / str(number), model, seed=number, **each) for number, each in enumerate(ADAPTERS)]
+
+
+def named(path: Path | None) -> LoRARequest | None:
+    return None if path is None else LoRARequest(path.name, 1, str(path))
+
+
+def expected(model: Path, adapter: Path | None, prompt: list[int]) -> list[int]:
+    return reference_generate(model if adapter is None else merged_dir(model, adapter), prompt, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"cpu_kernels": "reference"}, {"max_num_batched_tokens": 7, "num_blocks": 60}, {"enforce_eager": True}],
+)
+def test_eight_and_none_in_a_batch(settings: dict[str, Any], adapters: list[Path]) -> None:
+    """In chunks, with prefix hits, and preempted; the same prompts with each adapter."""
+    model = tiny_model_dir("qwen3")
+    chosen = [*adapters, None] * 3
+    lengths = [(3, 21, 40)[number // 9] for number in range(len(chosen))]
+    prompts = [prompt_of(length) for length in lengths]
+    with LLM(model, block_size=4, **{"num_blocks": 400, **settings}) as llm:
+        for _ in range(2):
+            found = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[named(each) for each in chosen])
+            for completion, adapter, prompt in zip(found, chosen, prompts, strict=True):
+                assert completion.token_ids == expected(model, adapter, prompt), adapter
+        assert llm._client.stats().num_failed_recordings == 0
+        assert llm._client.stats().prefix_cache_hits or "num_blocks" in settings
+        assert llm.check_integrity().violations == []
+
+
+MODELS = ["llama", "opt", "gpt2", "gemma3", "phi3", "mixtral", "deepseek_v3", "gpt_oss"]
+OTHERS = [
+    "jamba",
+    "qwen3_next",
+    "llama4_text",
+]  # with states, of which layers get a part of a step at a time, or chunks
+TARGETS = (
+    *ATTENTION,
+    *("fc1", "fc2", "c_attn", "c_fc", "c_proj", "qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "out_proj"),
+    *("in_proj", "x_proj", "in_proj_qkvz", "in_proj_ba"),
+)
+
+
+@pytest.mark.parametrize("model", [*MODELS, *(pytest.param(each, marks=pytest.mark.matrix) for each in OTHERS)])
+def test_models_that_run_their_own_code(model: str, tmp_path: Path) -> None:
+    directory = tiny_model_dir(model) if model in MODELS else model_dir(model)
+    paths = [write_adapter(tmp_path / str(seed), directory, seed=seed, targets=TARGETS) for seed in (2, 3)]
+    chosen = [None, *paths] * 2
+    prompts = [prompt_of(length) for length in (5, 5, 5, 20, 20, 20)]
+    with LLM(directory, block_size=4, num_blocks=600, max_num_batched_tokens=16) as llm:
+        found = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[named(each) for each in chosen])
+        again = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[named(each) for each in chosen])
+        assert llm._client.stats().prefix_cache_hits
+    for completion, adapter, prompt in zip([*found, *again], chosen * 2, prompts * 2, strict=True):
+        assert completion.token_ids == expected(directory, adapter, prompt), adapter
