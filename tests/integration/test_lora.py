@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from common.engine.devices.cpu import packed_linear
 from common.engine.llm import LLM, LoRARequest
 from common.types import SamplingParams
 from tests.architectures.models import model_dir
 from tests.lora import ATTENTION, merged_dir, write_adapter
-from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
+from tests.tiny_models import prompt_of, random_model, reference_generate, tiny_config, tiny_model_dir
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ADAPTERS: list[dict[str, Any]] = [
@@ -59,6 +60,28 @@ def test_eight_and_none_in_a_batch(settings: dict[str, Any], adapters: list[Path
         assert llm._client.stats().num_failed_recordings == 0
         assert llm._client.stats().prefix_cache_hits or "num_blocks" in settings
         assert llm.check_integrity().violations == []
+
+
+def test_decode_steps_with_adapters_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model as wide as kernels take them, whose layers have adapters that come while it runs."""
+    for limit in ("_MIN_WEIGHTS", "_MIN_WEIGHTS_FOR_ONE_TOKEN"):
+        monkeypatch.setattr(packed_linear, limit, 1)
+    model = tmp_path / "model"
+    random_model(tiny_config("LlamaConfig", hidden_size=64, intermediate_size=128)).save_pretrained(model)
+    chosen = [
+        None,
+        write_adapter(tmp_path / "a", model, seed=2, targets=("q_proj",)),
+        write_adapter(tmp_path / "b", model, seed=3, rank=20),
+    ]
+    prompt = prompt_of(9)
+    with LLM(model, block_size=4, num_blocks=100) as llm:
+        for several in (chosen[:1], chosen[:2], chosen, chosen[::-1]):
+            requests = [named(each) for each in several]
+            found = llm.generate([prompt] * len(several), GREEDY, use_tqdm=False, lora_request=requests)
+            assert [each.token_ids for each in found] == [expected(model, adapter, prompt) for adapter in several]
+        recorded = llm._client._core._executor._worker._runner._recorded._steps
+        assert {(1, False, False), (2, False, True), (3, False, True)} <= recorded.keys()
+        assert llm._client.stats().num_failed_recordings == 0
 
 
 MODELS = ["llama", "opt", "gpt2", "gemma3", "phi3", "mixtral", "deepseek_v3", "gpt_oss"]

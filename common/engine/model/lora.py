@@ -392,8 +392,8 @@ def _scales(config: Mapping[str, Any]) -> Callable[[str, int], float]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Whether PEFT would find the path by this pattern: the end of a path after a dot, or with ^ the whole path. Regular expressions that are more
-    than that are refused, as matching them may take any time."""
+    """Whether PEFT would find the path by this pattern: its end after a dot, or with ^ all of it. Regular expressions
+    that are more than that are refused, as matching them may take any time."""
     name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
     if not _NAME.fullmatch(name):
         raise _unusable(f"alpha_pattern has {quoted(pattern)}, which is not the name of a layer")

@@ -178,7 +178,7 @@ def test_decode_steps_of_stages_are_recorded_and_what_they_pass_on_stays(tmp_pat
     answers = driver.run([driver.add(f"{len(prompt)}", prompt) for prompt in prompts], 12)
     assert answers == [reference_generate(tmp_path, prompt, 12) for prompt in prompts]
     for worker in driver.worker.stages:
-        assert (2, False) in worker._runner._recorded._steps
+        assert (2, False, False) in worker._runner._recorded._steps
     assert driver.worker.num_failed_recordings == 0
     sent = [each for links in driver.worker.links for each in links.sent]
     assert sent
