@@ -141,11 +141,13 @@ class Handoffs:
         self.decoded: dict[RequestId, Decoded] = {}
         self._requests: dict[RequestId, AddRequest] = {}
 
-    def run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Decoded]:
-        """All handoffs at once, both engines stepping in turn."""
+    def run(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, adapters: Sequence[bytes] | None = None
+    ) -> list[Decoded]:
+        """All handoffs at once, both engines stepping in turn. `adapters`: their digests, of each request."""
         ids = [RequestId(f"r{len(self._requests) + index}") for index in range(len(prompts))]
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            self.start_producer(request_id, prompt, sampling)
+        for request_id, prompt, adapter in zip(ids, prompts, adapters or [b""] * len(prompts), strict=True):
+            self.start_producer(request_id, prompt, sampling, adapter)
             self.start_consumer(request_id)
         self.run_to_the_end()
         return [self.decoded[request_id] for request_id in ids]
@@ -171,11 +173,14 @@ class Handoffs:
             self.step_consumer()
         return self.decoded[RequestId(request_id)]
 
-    def start_producer(self, request_id: RequestId, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def start_producer(
+        self, request_id: RequestId, prompt: Sequence[int], sampling: SamplingParams, adapter: bytes = b""
+    ) -> None:
         request = AddRequest(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling=sampling,
+            adapter=adapter,
             transfer=KVTransferParams(transfer_id=TransferId(request_id), epoch=EPOCH, role="producer"),
         )
         self._requests[request_id] = request
@@ -190,6 +195,7 @@ class Handoffs:
                 request_id=request_id,
                 prompt_token_ids=request.prompt_token_ids,
                 sampling=request.sampling,
+                adapter=request.adapter,
                 transfer=KVTransferParams(transfer_id=TransferId(request_id), epoch=EPOCH, role="consumer"),
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from common.engine.devices.cpu import packed_linear
 from common.engine.llm import LLM, LoRARequest
 from common.types import SamplingParams
 from tests.architectures.models import model_dir
+from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, create_engine
 from tests.lora import ATTENTION, merged_dir, write_adapter
+from tests.redis_server import running_redis
 from tests.tiny_models import prompt_of, random_model, reference_generate, tiny_config, tiny_model_dir
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -109,3 +113,45 @@ def test_models_that_run_their_own_code(model: str, tmp_path: Path) -> None:
         assert llm._client.stats().prefix_cache_hits
     for completion, adapter, prompt in zip([*found, *again], chosen * 2, prompts * 2, strict=True):
         assert completion.token_ids == expected(directory, adapter, prompt), adapter
+
+
+@pytest.mark.parametrize("connector", ["shared-storage", "nixl", "redis"])
+def test_adapters_are_handed_over(connector: str, adapters: list[Path], tmp_path: Path) -> None:
+    """The same prompts with each adapter, also to an engine that preempts; what is in the store is not mixed up."""
+    model = tiny_model_dir("qwen3")
+    chosen = [None, *adapters[:3]] * 3
+    prompts = [prompt_of(length) for length in (5, BLOCK_SIZE + 1, 2 * CHUNK + 5) for _ in range(4)]
+    with contextlib.ExitStack() as cleanup:
+        options = {"url": cleanup.enter_context(running_redis()).url} if connector == "redis" else {}
+        engines = [
+            create_engine(model, tmp_path / "kv", connector_name=connector, options=options, num_blocks=num_blocks)
+            for num_blocks in (64, 40)
+        ]
+        handoffs = Handoffs(*engines)
+        cleanup.callback(handoffs.close)
+        digests = [[b"", *(engine.load_adapter(str(each)).digest for each in adapters[:3])] for engine in engines]
+        assert digests[0] == digests[1]
+        for _ in range(2):
+            decoded = handoffs.run(prompts, GREEDY, digests[0] * 3)
+            for each, adapter, prompt in zip(decoded, chosen, prompts, strict=True):
+                assert each.token_ids == expected(model, adapter, prompt)
+                assert each.received is not None
+                assert each.received.recompute_reason == ""
+        handoffs.check_integrity()
+
+
+def test_a_thousand_requests_in_rapid_alternation(adapters: list[Path]) -> None:
+    """More adapters than may be in use at once, some of which are loaded again and again."""
+    model = tiny_model_dir("qwen3")
+    chooses = random.Random(0)
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    with LLM(model, block_size=4, num_blocks=200, max_num_seqs=24, max_loras=3) as llm:
+        for _ in range(20):
+            chosen = [chooses.choice([None, *adapters]) for _ in range(50)]
+            prompts = [prompt_of(chooses.choice([3, 9, 21])) for _ in chosen]
+            found = llm.generate(prompts, params, use_tqdm=False, lora_request=[named(each) for each in chosen])
+            for completion, adapter, prompt in zip(found, chosen, prompts, strict=True):
+                assert completion.token_ids == expected(model, adapter, prompt)[:3]
+            for path in chooses.sample(sorted(llm._adapters), 3):
+                llm._client.unload_adapter(llm._adapters.pop(path))
+            assert llm.check_integrity().violations == []
