@@ -2,9 +2,9 @@
 
 SHA-256 over
 
-- of each weight file, in order of file name: its length, its whole safetensors header (names, types, shapes, offsets)
-  and `NUM_CHUNKS` evenly spaced chunks of `CHUNK_BYTES` of its tensors: every fine-tuned or re-quantised checkpoint
-  differs in them, and reading them takes milliseconds whatever the size of the model;
+- of each weight file, in order of file name: its length, its whole safetensors header (names, types, shapes, offsets),
+  and of its tensors `NUM_CHUNKS` evenly spaced chunks of `CHUNK_BYTES` and one from the middle of each: a checkpoint of
+  which a tensor was trained or quantised again differs in them, and reading them takes milliseconds;
 - the parsed config.json without fields that change no number;
 - dtype of the computation and of the KV;
 - how the weights were quantised while they were loaded;
@@ -42,7 +42,7 @@ def fingerprint_model(
 ) -> bytes:
     """The 32-byte fingerprint. `config` is the parsed config.json; `quantization` as in ModelConfig; `rounding` names
     the instructions, if they matter. Raises OSError if a file cannot be read."""
-    digest = hashlib.sha256(b"baton.fingerprint.v2")
+    digest = hashlib.sha256(b"baton.fingerprint.v3")
     for path in sorted(weight_files, key=lambda path: path.name):
         digest.update(_digest_weights(path))
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
@@ -59,10 +59,22 @@ def _digest_weights(path: Path) -> bytes:
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with path.open("rb") as file:
         header_bytes = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)
-        digest.update(file.read(header_bytes))
+        header = file.read(header_bytes)
+        digest.update(header)
         start = 8 + header_bytes
         step = max(CHUNK_BYTES, (size - start) // NUM_CHUNKS)
-        for offset in range(start, size, step):
+        for offset in sorted({*range(start, size, step), *_middles(header, start)}):
             file.seek(offset)
             digest.update(file.read(CHUNK_BYTES))
     return digest.digest()
+
+
+def _middles(header: bytes, start: int) -> list[int]:
+    """Where the chunk from the middle of each tensor begins. None of a header that is not one: what loads the file says
+    what is wrong with it."""
+    try:
+        tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
+        places = [(int(begin), int(end)) for begin, end in (each["data_offsets"] for each in tensors)]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []
+    return [start + max(begin, (begin + end - CHUNK_BYTES) // 2) for begin, end in places if 0 <= begin <= end]

@@ -1,6 +1,7 @@
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from common.engine.model.fingerprint import CHUNK_BYTES, NUM_CHUNKS, fingerprint_model
@@ -70,3 +71,22 @@ def test_reads_little_of_a_large_file(tmp_path):
         patch.setattr(type(large), "open", lambda path, mode: Counting(real_open(path, mode)))
         fingerprint_model([large], CONFIG, **FLOAT32)
     assert 0 < read <= (NUM_CHUNKS + 2) * CHUNK_BYTES + 8
+
+
+def test_depends_on_each_tensor(tmp_path):
+    """Also on a small one in a file so large that the evenly spaced chunks miss it."""
+    tensors = {f"{number:02}": torch.zeros(1 << 17) for number in range(20)}  # 10 MiB: a chunk every 40 KiB
+    tensors |= {f"norm.{number}": torch.zeros(64) for number in range(20)}
+    fingerprints = set()
+    for name in [None, "norm.3", "norm.17", "05"]:
+        changed = tensors if name is None else {**tensors, name: tensors[name] + 1}
+        save_file(changed, tmp_path / "model.safetensors")
+        fingerprints.add(fingerprint_model([tmp_path / "model.safetensors"], CONFIG, **FLOAT32))
+    assert len(fingerprints) == 4
+
+
+@pytest.mark.parametrize("header", [b"{", b"[1]", b'{"a": 1}', b'{"a": {"data_offsets": [5, "x"]}}', b'{"a": null}'])
+def test_a_header_that_is_none_is_left_to_the_loader(header, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    fingerprint_model([path], CONFIG, **FLOAT32)
