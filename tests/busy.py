@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 SPIN = "import os\nwhile os.getppid() == {parent}:\n    for _ in range(10**6):\n        pass"
 
 
@@ -28,6 +30,12 @@ def spinning(number: int) -> Iterator[None]:
             spinner.wait()
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Shows a failure at once: a run takes half an hour, and may be ended before its summary."""
+    if report.failed:
+        sys.stderr.write(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+
+
 def main() -> int:
     """Returns the exit status of the first run that fails, or 0."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -37,7 +45,7 @@ def main() -> int:
     with spinning(options.spinners):
         for run in range(1, options.runs + 1):
             sys.stderr.write(f"run {run} of {options.runs} beside {options.spinners} spinning processes\n")
-            if status := subprocess.call([sys.executable, "-m", "pytest", *of_pytest]):
+            if status := subprocess.call([sys.executable, "-m", "pytest", "-p", "tests.busy", *of_pytest]):
                 return status
     return 0
 
