@@ -11,6 +11,7 @@ import pytest
 
 from common.engine.devices.cpu import packed_linear
 from common.engine.llm import LLM, LoRARequest
+from common.errors import InvalidRequestError
 from common.types import SamplingParams
 from tests.architectures.models import model_dir
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Handoffs, create_engine
@@ -113,6 +114,27 @@ def test_models_that_run_their_own_code(model: str, tmp_path: Path) -> None:
         assert llm._client.stats().prefix_cache_hits
     for completion, adapter, prompt in zip([*found, *again], chosen * 2, prompts * 2, strict=True):
         assert completion.token_ids == expected(directory, adapter, prompt), adapter
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param({"cpu_kernels": "reference"}, marks=pytest.mark.matrix)])
+def test_two_ranks_have_a_part_of_each_adapter(settings: dict[str, Any], adapters: list[Path], tmp_path: Path) -> None:
+    model = tiny_model_dir("qwen3")
+    chosen = [*adapters, None] * 2
+    prompts = [prompt_of(length) for length in (5, 33) for _ in range(9)]
+    with LLM(model, block_size=4, num_blocks=400, tensor_parallel_size=2, num_threads=1, **settings) as llm:
+        if settings:  # a model that runs its own code takes none on several ranks
+            with pytest.raises(InvalidRequestError, match="computes no adapters"):
+                llm.generate(prompts[:1], lora_request=named(adapters[0]))
+            return
+        with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json"):
+            llm.generate(prompts[:1], lora_request=LoRARequest("none", 1, str(tmp_path)))
+        found = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[named(each) for each in chosen])
+        for completion, adapter, prompt in zip(found, chosen, prompts, strict=True):
+            assert completion.token_ids == expected(model, adapter, prompt), adapter
+        llm._client.unload_adapter(llm._adapters.pop(str(adapters[0])))
+        (again,) = llm.generate(prompts[-1:], GREEDY, use_tqdm=False, lora_request=named(adapters[0]))
+        assert again.token_ids == expected(model, adapters[0], prompts[-1])
+        assert llm.check_integrity().violations == []
 
 
 @pytest.mark.parametrize("connector", ["shared-storage", "nixl", "redis"])

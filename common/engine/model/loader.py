@@ -304,9 +304,11 @@ class _Source(NamedTuple):
 
     def adapted_layers(self) -> AdaptedLayers | None:
         """Returns the list of layers that adapters may change, still empty; None if there can be none."""
-        if self.adapters is None or self.is_cut or self.config.batch_invariant:
+        is_staged = self.links.num_stages > 1 or self.experts is not None
+        if self.adapters is None or is_staged or self.config.batch_invariant:
             return None
-        return AdaptedLayers(self.device, self.adapters.max_loras, self.adapters.max_lora_rank)
+        limits = self.adapters
+        return AdaptedLayers(self.device, limits.max_loras, limits.max_lora_rank, is_cut=self.ranks.size > 1)
 
     @property
     def is_cut(self) -> bool:
@@ -396,7 +398,7 @@ def _load_and_probe(source: _Source) -> _Probed:
 def _wrap_linears(source: _Source, model: Any, stage: Stage, probed: ProbedModel) -> AdaptedLayers | None:
     """Lets adapters change the linear layers of a model that runs its own code; None if that changes the model."""
     adapted = source.adapted_layers()
-    if adapted is None:
+    if adapted is None or adapted.is_cut:
         return None
     adapted.wrap_modules(model)
     try:

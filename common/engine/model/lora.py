@@ -36,6 +36,7 @@ from common.engine.devices.adapters import (
     StepAdapters,
 )
 from common.engine.devices.base import Device
+from common.engine.model.parallel_layers import CutLayer
 from common.engine.quantization.base import AnyLinear, QuantizedLinear
 from common.errors import InvalidRequestError, quoted
 
@@ -68,11 +69,12 @@ class Target(NamedTuple):
     num_parts: int
     in_features: int
     out_features: int
+    cut: CutLayer | None = None  # of a rank; sizes are those of the whole layer
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """See ReadAdapter. In host memory."""
+    """See ReadAdapter. In host memory: of a rank, its part."""
 
     facts: AdapterFacts
     pairs: Mapping[str, LoraPair]  # by the path of the layer
@@ -81,7 +83,9 @@ class LoraAdapter:
 class AdaptedLayers:
     """The linear layers of a model that adapters may change, as they are found."""
 
-    def __init__(self, device: Device, num_slots: int, max_rank: int) -> None:
+    def __init__(self, device: Device, num_slots: int, max_rank: int, *, is_cut: bool) -> None:
+        """`is_cut`: the model's layers are, over ranks; those of which it is not known how get no adapters."""
+        self.is_cut = is_cut
         self.batch = AdapterBatch(num_slots, device.torch_device)
         self.targets: dict[str, Target] = {}
         self.max_rank = max_rank
@@ -92,8 +96,13 @@ class AdaptedLayers:
         sizes = [layer.out_features for layer in layers.values()]
         first = next(iter(layers.values()))
         adapters = self._device.layer_adapters(self.batch, first.in_features, sizes, first.weight.dtype, self.max_rank)
-        for part, (path, size) in enumerate(zip(layers, sizes, strict=True)):
-            self.targets[prefix + path] = Target(adapters, part, len(layers), first.in_features, size)
+        for part, (path, layer) in enumerate(layers.items()):
+            cut: CutLayer | None = getattr(layer, "whole", None)
+            if cut is not None or not self.is_cut:
+                whole = layer if cut is None else cut
+                self.targets[prefix + path] = Target(
+                    adapters, part, len(layers), whole.in_features, whole.out_features, cut
+                )
         return AdaptedLinear(linear, adapters, self.batch)
 
     def wrap_modules(self, model: nn.Module) -> None:
@@ -289,14 +298,18 @@ def read_lora(directory: Path, targets: Mapping[str, Target], *, max_rank: int, 
     scale_of = _scales(config)
     digest = hashlib.sha256(b"baton.lora.v1\0")
     pairs: dict[str, LoraPair] = {}
+    num_bytes = 0
     for path in sorted(halves):
         a, b = _checked(path, halves[path], targets, max_rank)
         scale = scale_of(path, len(a))
         for name, tensor in (("A", a), ("B", b)):
             digest.update(f"{path}\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{scale!r}\0".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        num_bytes += (a.numel() + b.numel()) * dtype.itemsize
+        if (cut := targets[path].cut) is not None:
+            own = slice(cut.start, cut.stop)
+            a, b = (a, b[own]) if cut.dim == 0 else (a[:, own], b)
         pairs[path] = LoraPair(a.to(dtype).contiguous(), (b.float() * scale).to(dtype).contiguous())
-    num_bytes = sum(tensor.nbytes for pair in pairs.values() for tensor in pair)
     base_model = config.get("base_model_name_or_path")
     facts = AdapterFacts(
         digest=digest.digest(),

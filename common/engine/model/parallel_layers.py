@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +13,16 @@ from common.engine.quantization.base import OverRanks, of_one_rank
 
 Collect = Callable[[torch.Tensor], torch.Tensor]
 """From a rank's outputs [..., size] to those of the whole layer [..., another size]."""
+
+
+class CutLayer(NamedTuple):
+    """The linear layer of which a rank's layer, whose attribute `whole` this is, is a part."""
+
+    dim: int  # of its weight [out_features, in_features], that is cut
+    start: int
+    stop: int
+    in_features: int
+    out_features: int
 
 
 class CollectedLinear(nn.Module):

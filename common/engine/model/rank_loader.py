@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 from common.engine.devices.ranks import Ranks
 from common.engine.model.attention_hook import ATTENTION_NAME, set_own_heads
 from common.engine.model.expert_parallel import ExpertRanks, WholeExperts
-from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding, OwnHeads
+from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding, CutLayer, OwnHeads
 from common.engine.model.parallel_plan import (
     WHOLE_EXPERTS,
     Part,
@@ -315,6 +315,7 @@ def _cut(model: Any, name: str, part: Part, ranks: Ranks) -> None:
         num_embeddings, layer.num_embeddings, layer.padding_idx = layer.num_embeddings, num_rows, None
         model.set_submodule(name, CutEmbedding(layer, part.start, num_embeddings, ranks.all_reduce))
         return
+    layer.whole = CutLayer(part.dim, part.start, part.stop, layer.in_features, layer.out_features)
     num_outputs, layer.out_features, layer.in_features = layer.out_features, num_rows, num_columns
     if part.sums and ranks.rank > 0:
         layer.bias = None  # it counts once

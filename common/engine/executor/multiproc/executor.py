@@ -31,6 +31,8 @@ import msgspec
 import numpy as np
 
 from common.engine.config import EngineConfig
+from common.engine.contract import adapters as contract_adapters
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
@@ -49,6 +51,7 @@ from common.engine.executor.multiproc.model_check import check_model
 from common.engine.executor.multiproc.nodes import Nodes
 from common.engine.executor.multiproc.protocol import (
     WORKER,
+    AdapterRead,
     Cancel,
     Check,
     Checked,
@@ -60,6 +63,7 @@ from common.engine.executor.multiproc.protocol import (
     Identified,
     IdentifyModel,
     InitializeKVCache,
+    InstallAdapter,
     Loaded,
     LoadModel,
     LogLine,
@@ -68,6 +72,8 @@ from common.engine.executor.multiproc.protocol import (
     Opened,
     OwnFigures,
     RankLaunch,
+    ReadAdapter,
+    RemoveAdapter,
     Settled,
     StartAnswer,
     StartLoad,
@@ -92,13 +98,14 @@ from common.engine.messages import RankFigures
 from common.engine.phases import PhaseClock
 from common.engine.worker.slots import SlotHeads
 from common.engine.worker.step_measurement import measure_steps
-from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.errors import ConfigError, DeadlineExceededError, EngineDeadError, InvalidRequestError, ModelLoadError
 from common.types import RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
 _EXIT_TIMEOUT_S = 5.0  # for a process whose socket is closed
+_READ_ADAPTER_TIMEOUT_S = 50.0  # from a slow disk; clients wait for little longer
 _CAUSE_TIMEOUT_S = 2.0  # for another rank's failure or end to become known, if this one has lost it
 _DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
 _OWN_FACTS = frozenset(
@@ -119,7 +126,6 @@ _Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
 class MultiprocExecutor:
     """See Executor."""
 
-    adapters = None
     num_failed_recordings = 0  # ranks log theirs, and do not tell the driver
 
     def __init__(self, config: EngineConfig, factory: str = WORKER, placement: Placement | None = None) -> None:
@@ -139,6 +145,7 @@ class MultiprocExecutor:
         self._num_groups = 1
         self._max_tokens = 0  # of a request
         self._num_steps = 0  # that have computed something
+        self.adapters = RankAdapters(self)
         self._left: deque[set[RequestId]] = deque()  # of steps that run: requests that were dropped meanwhile
         self._sampled: dict[RequestId, list[int]] = {}  # that stages before the last do not know of yet
         self._has_started = False
@@ -256,6 +263,25 @@ class MultiprocExecutor:
         violations = [f"{rank.name}: {line}" for rank in self._ranks for line in self._checked(rank)]
         store = self._staging.store
         return violations if store is None else violations + store.violations()
+
+    def read_adapter(self, directory: str) -> RankAdapter:
+        """See Adapters.read. All ranks read it, at once."""
+        for rank in self._ranks:
+            rank.connector.send(ReadAdapter(directory))
+        return RankAdapter.join([self._adapter_read(rank) for rank in self._ranks])
+
+    def _adapter_read(self, rank: _Rank) -> AdapterRead:
+        try:
+            answer = rank.adapters.get(timeout=_READ_ADAPTER_TIMEOUT_S)
+        except queue.Empty as error:
+            raise DeadlineExceededError(f"{rank.name} has not read the adapter in time") from error
+        if answer is None:
+            raise self._cause()
+        return answer
+
+    def tell_ranks(self, message: InstallAdapter | RemoveAdapter) -> None:
+        """Sends all ranks a message between steps."""
+        self._broadcast(message)
 
     def _checked(self, rank: _Rank) -> list[str]:
         """The rank's answer."""
@@ -418,12 +444,51 @@ class MultiprocExecutor:
         for rank in self._ranks:
             rank.calls.shut_down()
             rank.checked.put(None)
+            rank.adapters.put(None)
         self._on_failure(error)
 
     def _cause(self) -> Exception:
         """Why a socket is closed, of which the rank's thread hears at the same time."""
         self._has_failed.wait(_CAUSE_TIMEOUT_S + _EXIT_TIMEOUT_S)
         return self._failure or EngineDeadError("a rank has closed its socket")
+
+
+class RankAdapter(NamedTuple):
+    """See contract.adapters.ReadAdapter. Each rank has its part of it."""
+
+    facts: AdapterFacts
+
+    @classmethod
+    def join(cls, by_rank: Sequence[AdapterRead]) -> RankAdapter:
+        """The adapter that all ranks have read. Raises InvalidRequestError if one cannot use it, or has another."""
+        for rank, answer in enumerate(by_rank):
+            if answer.facts is None:
+                raise InvalidRequestError(answer.error, param="lora_path")
+            if answer.facts != by_rank[0].facts:
+                raise InvalidRequestError(
+                    f"the adapter cannot be used: rank {rank} has read another one than rank 0", param="lora_path"
+                )
+        assert by_rank[0].facts is not None
+        return cls(by_rank[0].facts)
+
+
+class RankAdapters:
+    """See contract.adapters.Adapters. Those of all ranks."""
+
+    def __init__(self, executor: MultiprocExecutor) -> None:
+        self._executor = executor
+
+    def read(self, directory: str) -> RankAdapter:
+        """See Adapters."""
+        return self._executor.read_adapter(directory)
+
+    def install(self, adapter: contract_adapters.ReadAdapter) -> None:
+        """See Adapters."""
+        self._executor.tell_ranks(InstallAdapter(adapter.facts.digest))
+
+    def remove(self, digest: bytes) -> None:
+        """See Adapters."""
+        self._executor.tell_ranks(RemoveAdapter(digest))
 
 
 class _Running(NamedTuple):
@@ -495,6 +560,7 @@ class _Rank:
         self.name = name
         self.figures: RankFigures | None = None  # what it last told of itself
         self.checked: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()  # answers; None: there will be none
+        self.adapters: queue.SimpleQueue[AdapterRead | None] = queue.SimpleQueue()  # likewise
         self.process = process
         self._events = events
         self._on_failure = on_failure
@@ -523,6 +589,8 @@ class _Rank:
                         self.figures = figures
                     case Checked(violations):
                         self.checked.put(violations)
+                    case AdapterRead() as answer:
+                        self.adapters.put(answer)
                     case LogLine(level, name, text):
                         logging.getLogger(name).log(level, "%s: %s", self.name, text)
                     case StepDigest(number, digest):
@@ -561,21 +629,21 @@ class RankConnector:
         """See Connector."""
         if self.heads is not None and transfer.slots:
             transfer = replace(transfer, content=self.heads.loaded(transfer.slots))
-        self._send(StartLoad(transfer, self._num_steps()))
+        self.send(StartLoad(transfer, self._num_steps()))
 
     def start_save(self, transfer: BlockTransfer) -> None:
         """See Connector."""
         if self.heads is not None and transfer.slots:
             self._saves[transfer.job_id] = transfer.slots
-        self._send(StartSave(transfer, self._num_steps()))
+        self.send(StartSave(transfer, self._num_steps()))
 
     def start_lookup(self, transfer: BlockTransfer) -> None:
         """See Connector."""
-        self._send(StartLookup(transfer))
+        self.send(StartLookup(transfer))
 
     def cancel(self, job_id: int) -> None:
         """See Connector."""
-        self._send(Cancel(job_id))
+        self.send(Cancel(job_id))
 
     def poll(self) -> list[TransferResult]:
         """See Connector."""
@@ -590,7 +658,8 @@ class RankConnector:
         self._settled.extend(results)
         self.on_settled()
 
-    def _send(self, message: Transfer) -> None:
+    def send(self, message: Transfer) -> None:
+        """Sends the rank a message beside steps. Raises EngineDeadError if it takes none."""
         try:
             self._events.send(encode(message))
         except TimeoutError as error:

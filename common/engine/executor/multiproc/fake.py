@@ -27,6 +27,8 @@ _NUM_KV_HEADS = 12  # of engines of all degrees, which hand over to each other
 class FakeRank:
     """See RankWorker. One rank of a FakeExecutor."""
 
+    adapters = None
+
     def __init__(self, config: EngineConfig, rank: int, rendezvous: str, connector: WorkerConnector) -> None:
         size = config.parallel.tensor_parallel_size
         self._rank = rank

@@ -1,8 +1,8 @@
 """The messages between the driver and the processes of its ranks: msgpack, over three ways.
 
 Ring, driver to all ranks:    `IdentifyModel`, `LoadModel`, `InitializeKVCache` and `OpenConnectors`; a `Step` for each
-                              step, and `Masks` where they were asked for; `EndStart` and `Check` between steps;
-                              `Close`.
+                              step, and `Masks` where they were asked for; `EndStart`, `Check`, `InstallAdapter` and
+                              `RemoveAdapter` between steps; `Close`.
 Calls, a socket of each rank: `RankLaunch` first. A rank answers each call of the start with `Identified`, `Loaded`,
                               `Done` or `Opened`. The first rank of the last stage answers each step that computes
                               something, and asks for masks before it does.
@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from common.engine.config import EngineConfig
+from common.engine.contract.adapters import AdapterFacts
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks
 from common.engine.contract.model import ModelFacts
@@ -158,6 +159,31 @@ class Check(msgspec.Struct, frozen=True, tag=True):
     known: KnownRequests
 
 
+class InstallAdapter(msgspec.Struct, frozen=True, tag=True):
+    """See Adapters.install. All ranks have read it."""
+
+    digest: bytes
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
+    """See Adapters.remove."""
+
+    digest: bytes
+
+
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """See Adapters.read. Answered beside steps, by AdapterRead."""
+
+    directory: str
+
+
+class AdapterRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The adapter fits the rank's part of the model, or why it cannot be used."""
+
+    facts: AdapterFacts | None = None
+    error: str = ""
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """The end."""
 
@@ -246,11 +272,23 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
 FromJoining = JoinNode | JoinRank
 ToNode = StartRanks | Alive | EngineFailed
 FromNode = RankEnded | Alive
-ToRanks = IdentifyModel | LoadModel | InitializeKVCache | OpenConnectors | Step | Masks | EndStart | Check | Close
+ToRanks = (
+    IdentifyModel
+    | LoadModel
+    | InitializeKVCache
+    | OpenConnectors
+    | Step
+    | Masks
+    | EndStart
+    | Check
+    | InstallAdapter
+    | RemoveAdapter
+    | Close
+)
 StartAnswer = Identified | Loaded | Done | Opened
 StepAnswer = StepDone | WantMasks
-Transfer = StartLoad | StartSave | StartLookup | Cancel
-FromRank = Settled | Checked | OwnFigures | LogLine | StepDigest | EngineFailed
+Transfer = StartLoad | StartSave | StartLookup | Cancel | ReadAdapter
+FromRank = Settled | Checked | AdapterRead | OwnFigures | LogLine | StepDigest | EngineFailed
 
 _Message = TypeVar("_Message")
 

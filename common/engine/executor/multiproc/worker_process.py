@@ -31,6 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.engine.config import EngineConfig
+from common.engine.contract import adapters as contract_adapters
+from common.engine.contract.adapters import Adapters
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
@@ -40,6 +42,7 @@ from common.engine.executor.multiproc.digests import RankDigests
 from common.engine.executor.multiproc.node import connect
 from common.engine.executor.multiproc.protocol import (
     WORKER,
+    AdapterRead,
     Cancel,
     Check,
     Checked,
@@ -50,6 +53,7 @@ from common.engine.executor.multiproc.protocol import (
     Identified,
     IdentifyModel,
     InitializeKVCache,
+    InstallAdapter,
     JoinRank,
     Loaded,
     LoadModel,
@@ -59,6 +63,8 @@ from common.engine.executor.multiproc.protocol import (
     Opened,
     OwnFigures,
     RankLaunch,
+    ReadAdapter,
+    RemoveAdapter,
     Settled,
     StartLoad,
     StartLookup,
@@ -75,7 +81,7 @@ from common.engine.executor.multiproc.ring import RingDescriptors, RingReader
 from common.engine.executor.multiproc.step_clock import StepClock
 from common.engine.kv_connector import Connector, OpenConnector
 from common.engine.launch import EXIT_FAILED, EXIT_ORPHANED, EngineFailed
-from common.errors import ConfigError
+from common.errors import BatonError, ConfigError, InvalidRequestError
 from common.imports import kept_imports
 from common.types import RequestId
 
@@ -96,6 +102,10 @@ class RankWorker(Protocol):
 
     def open_connector(self, on_settled: Callable[[], None]) -> OpenConnector | None:
         """The rank's own connector."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """See Executor."""
 
     def note_sampled(self, sampled: Mapping[RequestId, Sequence[int]]) -> None:
         """See RequestTable. Called before each step, but not in the last stage."""
@@ -172,6 +182,7 @@ class RankProcess:
         worker = factory(config, launch.rank, call.rendezvous)
         facts = worker.load_model()
         self._clock.device = facts.device
+        self._transfers.adapters = worker.adapters
         self._calls.send(encode(Loaded(facts)))
         return worker
 
@@ -206,6 +217,12 @@ class RankProcess:
                     self._calls.send(encode(Opened(None if opened is None else opened.facts)))
                 case Check(known):
                     self._transfers.tell(Checked(worker.check(known)))
+                case InstallAdapter(digest):
+                    assert worker.adapters is not None
+                    worker.adapters.install(self._transfers.take_adapter(digest))
+                case RemoveAdapter(digest):
+                    assert worker.adapters is not None
+                    worker.adapters.remove(digest)
                 case EndStart() | Close():
                     return
                 case Masks():
@@ -243,6 +260,8 @@ class TransferThread:
 
     def __init__(self, events: Channel, on_failure: Callable[[Exception], None], directory: str) -> None:
         self.connector: Connector | None = None  # set once, before there are transfers
+        self.adapters: Adapters | None = None  # likewise
+        self._read: dict[bytes, contract_adapters.ReadAdapter] = {}  # adapters that are not installed yet
         self._events = events
         self._on_failure = on_failure
         self._directory = directory
@@ -263,7 +282,23 @@ class TransferThread:
             self._num_steps += 1
             self._step_ended.notify()
 
-    def tell(self, message: Checked | OwnFigures | Settled | StepDigest) -> None:
+    def take_adapter(self, digest: bytes) -> contract_adapters.ReadAdapter:
+        """Gives an adapter that was read."""
+        return self._read.pop(digest)
+
+    def _read_adapter(self, directory: str) -> None:
+        try:
+            if self.adapters is None:
+                raise InvalidRequestError("this engine computes no adapters")
+            adapter = self.adapters.read(directory)
+        except Exception as error:  # noqa: BLE001  third-party code over user files: the driver hears what it is
+            reason = error.message if isinstance(error, BatonError) else f"the adapter cannot be read: {error}"
+            self.tell(AdapterRead(error=reason))
+        else:
+            self._read[adapter.facts.digest] = adapter
+            self.tell(AdapterRead(facts=adapter.facts))
+
+    def tell(self, message: AdapterRead | Checked | OwnFigures | Settled | StepDigest) -> None:
         """Sends the driver a message. May be called from any thread."""
         self._events.send(encode(message))
 
@@ -293,6 +328,9 @@ class TransferThread:
             self._on_failure(error)
 
     def _take(self, message: Transfer) -> None:
+        if isinstance(message, ReadAdapter):  # which takes a while: the driver asks for one after the other
+            threading.Thread(target=self._read_adapter, args=[message.directory], daemon=True).start()
+            return
         if isinstance(message, StartLoad | StartSave):
             with self._step_ended:
                 self._step_ended.wait_for(lambda: self._num_steps >= message.num_steps)
