@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from common.engine.contract.adapters import AdapterFacts, ReadAdapter
+from common.engine.contract.adapters import NO_ADAPTERS, AdapterFacts, ReadAdapter
 from common.engine.executor.base import Executor
 from common.engine.messages import CallResult
 from common.engine.scheduler.adapters import AdapterPlaces
@@ -90,7 +90,7 @@ class AdapterLoads:
     def _read_adapter(self, directory: str) -> ReadAdapter:
         adapters = self._executor.adapters
         if adapters is None:
-            raise InvalidRequestError("this engine computes no adapters", param="lora_path")
+            raise InvalidRequestError(NO_ADAPTERS, param="lora_path")
         return adapters.read(directory)
 
     def _install(self, read: ReadAdapter) -> AdapterFacts:

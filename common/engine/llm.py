@@ -172,6 +172,7 @@ class LLM:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         ignore_eos: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> list[list[Completion]]:
         """The `width` most likely answers to each prompt, best first, as `transformers`' beam search finds them; see
         common.beam_search. Each token is a step of one request per beam. Raises InvalidRequestError."""
@@ -191,7 +192,7 @@ class LLM:
             )
             while not search.is_done:
                 beams = [[*prompt.token_ids, *beam.token_ids] for beam in search.beams]
-                steps = self.generate(beams, params, use_tqdm=False)
+                steps = self.generate(beams, params, use_tqdm=False, lora_request=lora_request)
                 search.advance([step.logprobs[0].top if step.logprobs else [] for step in steps])
             answers.append([self._spelled(prompt, result) for result in search.results])
         return answers

@@ -6,6 +6,11 @@ from typing import Protocol
 
 import msgspec
 
+NO_ADAPTERS = (
+    "this engine computes no adapters: it does with one rank, or with tensor-parallel ranks and fused kernels, and not "
+    "with batch_invariant"
+)
+
 
 class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts of an adapter that was read."""

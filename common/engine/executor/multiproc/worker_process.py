@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from common.engine.config import EngineConfig
 from common.engine.contract import adapters as contract_adapters
-from common.engine.contract.adapters import Adapters
+from common.engine.contract.adapters import NO_ADAPTERS, Adapters
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks, MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
@@ -289,7 +289,7 @@ class TransferThread:
     def _read_adapter(self, directory: str) -> None:
         try:
             if self.adapters is None:
-                raise InvalidRequestError("this engine computes no adapters")
+                raise InvalidRequestError(NO_ADAPTERS)
             adapter = self.adapters.read(directory)
         except Exception as error:  # noqa: BLE001  third-party code over user files: the driver hears what it is
             reason = error.message if isinstance(error, BatonError) else f"the adapter cannot be read: {error}"
