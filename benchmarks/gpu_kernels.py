@@ -120,7 +120,7 @@ class LatentRig(Batches):
         cache = torch.randn(shape, device="cuda", dtype=DTYPE)
         device = DEVICES.find("cuda")(ModelConfig(), 0)
         kinds: Sequence[Kernels] = ("attention", "torch")
-        self._backends: dict[Kernels, Any] = {kernels: device.attention(cache, kernels) for kernels in kinds}
+        self._backends: dict[Kernels, Any] = {kernels: device.attention(cache, kernels, DTYPE) for kernels in kinds}
 
     def attend(self, kernels: Kernels, num_heads: int, num_seqs: int, seq_len: int) -> Callable[[], None]:
         """Attention of absorbed queries as a graph, without the products around it."""

@@ -63,7 +63,7 @@ def measure(dtype: torch.dtype, num_heads: int, repeats: int) -> str:
     attention = AttentionArgs(scale=0.1, expansion=expansion)
     query = torch.randn(1, NUM_REQUESTS, num_heads, dim).to(dtype)
     device = DEVICES.find("cpu")(ModelConfig(num_threads=1), 0)
-    backends = [device.attention(cache, kernels) for kernels in SIDES]
+    backends = [device.attention(cache, kernels, dtype) for kernels in SIDES]
 
     def attend(backend: Any) -> None:  # without the products around it
         for layer in range(NUM_LAYERS):

@@ -41,8 +41,8 @@ _FEATURES = struct.Struct(f"<Q{DIGEST_BYTES}s")  # a part of the header
 _FEATURES_AT = 128
 HEADER_BYTES = _HEADER.size
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+_DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4, "float8_e4m3fn": 5}
 _DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
 
 SUPPORTED_DTYPES = tuple(_DTYPE_CODES)

@@ -213,9 +213,11 @@ class HandoffServicer(pods_pb2_grpc.HandoffServicer):
     def _check_pairing(self, start: pods_pb2.HandoffStart) -> None:
         """Raises IncompatiblePeerError that names what differs."""
         connector, spec = self._pod.config.connector or "", self._pod.spec
+        layout = layout_from_pb(start.layout)
         _check_equal("connector", connector, start.connector, start)
+        _check_equal("kv_dtype", spec.layout.kv_dtype, layout.kv_dtype, start)  # by which fingerprints differ as well
         _check_equal("fingerprint", spec.fingerprint, start.fingerprint, start)
-        map_layouts(spec.layout, layout_from_pb(start.layout))
+        map_layouts(spec.layout, layout)
         if spec.is_direct and not start.connector_address:
             raise IncompatiblePeerError(
                 f"connector_address: {start.decode_pod_id} has none, so {connector} cannot write to it",

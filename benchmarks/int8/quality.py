@@ -99,7 +99,8 @@ def _logits(loaded: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     num_tokens = len(tokens)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     kv_cache = torch.zeros((1 + num_blocks, *loaded.kv_spec.block_shape(_BLOCK_SIZE)), dtype=loaded.kv_spec.dtype)
-    attention = cast("ProjectionAttention", loaded.device.attention(kv_cache, loaded.kernels))  # as it is fused
+    found = loaded.device.attention(kv_cache, loaded.kernels, loaded.dtype)
+    attention = cast("ProjectionAttention", found)  # as it is fused
     positions = torch.arange(num_tokens)
     batch = AttentionMetadata(
         num_decodes=0,

@@ -17,6 +17,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 KernelChoice = Literal["auto", "reference"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 Kernels = Literal["fused", "attention", "torch"]  # compiled ones for whole decoders, for attention only, or none
 MAX_SOCKET_PATH = 107  # bytes of the name of a socket, that the kernel allows
 PositiveInt = Annotated[int, Meta(ge=1)]  # bounds belong on the number, inside a union with None
@@ -110,6 +111,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[int, Meta(ge=2)] | None,
         Meta(description="Exact number of KV blocks; overrides both memory settings."),
     ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        Meta(
+            description="Type of the KV cache. auto: dtype. int8 or fp8: keys and values are rounded to 8 bits as they "
+            "are written, with a scale for each token and head, so that about twice as many blocks fit as in bfloat16; "
+            "the same on all pods of a model. See docs/kv_quantization.md."
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of equal prompt prefixes.")] = True
 
 

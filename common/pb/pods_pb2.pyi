@@ -932,6 +932,7 @@ class PodInfo(_message.Message):
     TARGET_ITL_MS_FIELD_NUMBER: _builtins.int
     MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     PROPOSER_FIELD_NUMBER: _builtins.int
     PARALLEL_SIZES_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
@@ -963,6 +964,8 @@ class PodInfo(_message.Message):
     """Beside streams, steps take no more of prompts than keeps them so short; 0: no limit."""
     min_prefill_tokens: _builtins.int
     """But so many prompt tokens in any case."""
+    kv_dtype: _builtins.str
+    """Type of the numbers in KV blocks: float32, bfloat16, float16, int8 or float8_e4m3fn."""
     proposer: _builtins.str
     """What proposes drafts: the method in its setting `speculative`; empty: nothing does."""
     @_builtins.property
@@ -992,12 +995,13 @@ class PodInfo(_message.Message):
         target_itl_ms: _builtins.float = ...,
         min_prefill_tokens: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        kv_dtype: _builtins.str = ...,
         proposer: _builtins.str = ...,
         parallel_sizes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "proposer", b"proposer", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "proposer", b"proposer", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

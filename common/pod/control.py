@@ -65,6 +65,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             target_itl_ms=pod.config.scheduler.target_itl_ms or 0.0,
             min_prefill_tokens=MIN_PREFILL_TOKENS,
             eos_token_ids=spec.eos_token_ids,
+            kv_dtype=spec.layout.kv_dtype,
             parallel_sizes=pod.config.parallel.sizes,
             proposer=method.name if method is not None else "",
         )

@@ -102,6 +102,7 @@ class _CacheConfig(Collector):
             "enable_prefix_caching": str(config.cache.enable_prefix_caching).lower(),
             "connector": config.connector or "none",
             "dtype": spec.dtype,
+            "kv_dtype": spec.layout.kv_dtype,
             "device": spec.device,
             "kernels": spec.kernels,
         }

@@ -21,11 +21,12 @@ class ModelFacts(NamedTuple):
     fingerprint: bytes
     block_size: int  # tokens
     vocab_size: int
+    kv_dtype: str
 
     @classmethod
     def of(cls, info: pods_pb2.PodInfo) -> ModelFacts:
         """Returns the facts of one pod."""
-        return cls(info.fingerprint, info.block_size, info.vocab_size)
+        return cls(info.fingerprint, info.block_size, info.vocab_size, info.kv_dtype)
 
     def mismatch(self, other: ModelFacts) -> str:
         """Why a pod with the facts `other` does not fit; empty: it does."""
@@ -33,6 +34,8 @@ class ModelFacts(NamedTuple):
             return f"its block_size is {other.block_size}, the cluster's is {self.block_size}"
         if self.vocab_size != other.vocab_size:
             return f"its vocab_size is {other.vocab_size}, the cluster's is {self.vocab_size}"
+        if self.kv_dtype != other.kv_dtype:
+            return f"its KV is of {other.kv_dtype}, the cluster's of {self.kv_dtype}: see kv_cache_dtype"
         if self.fingerprint != other.fingerprint:
             return (
                 f"its model fingerprint {other.fingerprint.hex()[:12]} differs from the cluster's "

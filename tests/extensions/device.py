@@ -23,8 +23,8 @@ class ExampleDevice(TorchDevice):
     def operators(self) -> ExampleOperators:
         return ExampleOperators()
 
-    def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
-        return ExampleAttention(kv_cache)
+    def attention(self, kv_cache: torch.Tensor, kernels: Kernels, dtype: torch.dtype) -> AttentionBackend:
+        return ExampleAttention(kv_cache, dtype)
 
 
 class ExampleOperators:
@@ -34,8 +34,8 @@ class ExampleOperators:
     def supports(self, model: Any) -> bool:
         return True
 
-    def attention(self, kv_cache: torch.Tensor) -> ExampleAttention:
-        return ExampleAttention(kv_cache)
+    def attention(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> ExampleAttention:
+        return ExampleAttention(kv_cache, dtype)
 
     def embed(self, table: torch.Tensor) -> Embed:
         return lambda token_ids: (table[token_ids].float(), table.new_zeros(len(token_ids), table.shape[1]))

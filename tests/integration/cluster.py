@@ -19,6 +19,7 @@ from common.engine.client.threaded import AsyncInprocClient
 from common.engine.config import (
     CacheConfig,
     EngineConfig,
+    KVCacheDType,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -165,6 +166,7 @@ async def running_cluster(
     decode_blocks: int = 256,
     decode_policy: str = "round_robin",  # every pod is used
     prefix_caching: bool = True,
+    kv_cache_dtype: KVCacheDType = "auto",
     tls: ClusterTlsConfig | None = None,
     security: SecurityConfig | None = None,
     connector: str = "shared-storage",
@@ -208,7 +210,12 @@ async def running_cluster(
             return await stack.enter_async_context(PodRuntime(role, config, engine, make_front))
 
         def cache(num_blocks: int) -> CacheConfig:
-            return CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=prefix_caching)
+            return CacheConfig(
+                block_size=BLOCK_SIZE,
+                num_blocks=num_blocks,
+                enable_prefix_caching=prefix_caching,
+                kv_cache_dtype=kv_cache_dtype,
+            )
 
         prefill_config = PrefillConfig(
             cache=cache(prefill_blocks),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+KV_SCALE_BYTES = 2  # of the scale that a token's key, or value, of a head has where KV is quantised
+QUANTIZED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}  # names of the torch.dtypes, by the setting's
 _MAX_STATES = 4  # of a request, that blocks hold at once: it began with one, and leaves three on its way
 
 
@@ -35,7 +37,7 @@ class KVGroupSpec:
     num_kv_heads: int
     head_dim: int  # of keys; values are padded up to it
     value_head_dim: int  # 0: keys alone are kept, of which values are a part
-    dtype: str  # name of the torch.dtype
+    dtype: str  # name of the torch.dtype in blocks; see QUANTIZED_KV
     kind: str = "full"  # see KV_GROUP_KINDS
     window: int | None = None  # of kinds "window" and "chunked", see `sees`
     state_bytes: int = 0  # of its part of the state
@@ -50,10 +52,20 @@ class KVGroupSpec:
         """Planes of a layer in a block: keys and values, or keys alone."""
         return planes_of(self.value_head_dim)
 
+    @property
+    def row_numbers(self) -> int:
+        """Numbers that a token takes in a plane of a head."""
+        return row_numbers_of(self.dtype, self.head_dim)
+
 
 def planes_of(value_head_dim: int) -> int:
     """Planes of a layer in a block, see KVGroupSpec."""
     return 2 if value_head_dim else 1
+
+
+def row_numbers_of(dtype: str, head_dim: int) -> int:
+    """Numbers of `dtype` that a token's key or value takes in a block: with its scale, if it is quantised."""
+    return head_dim + (KV_SCALE_BYTES if dtype in QUANTIZED_KV.values() else 0)
 
 
 def max_blocks_of(groups: Sequence[KVGroupSpec], num_spans: int) -> int:

@@ -37,6 +37,11 @@ class KVLayout:
         return max(len(group.layers) for group in self.groups)
 
     @property
+    def kv_dtype(self) -> str:
+        """Name of the torch.dtype in blocks, which all groups have."""
+        return self.groups[0].dtype if self.groups else ""
+
+    @property
     def of_store(self) -> KVLayout:
         """The same KV in a store."""
         return replace(self, tensor_parallel_size=1, layers_by_stage=())

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from common.engine.contract.kv_groups import Window, planes_of
+from common.engine.contract.kv_groups import Window, planes_of, row_numbers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,31 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int  # of keys; values are padded up to it
     value_head_dim: int  # 0: keys alone are kept, of which values are a part
-    dtype: torch.dtype
+    dtype: torch.dtype  # of keys and values
+    quantized: torch.dtype | None = None  # in blocks; None: as they are
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of the numbers in blocks."""
+        return self.quantized or self.dtype
+
+    @property
+    def row_numbers(self) -> int:
+        """Numbers that a token takes in a plane of a head."""
+        return row_numbers_of(name_of(self.cache_dtype), self.head_dim)
 
     def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """Shape of one block: [num_layers, planes, num_kv_heads, block_size, head_dim]."""
-        return self.num_layers, planes_of(self.value_head_dim), self.num_kv_heads, block_size, self.head_dim
+        """Shape of one block: [num_layers, planes, num_kv_heads, block_size, row_numbers]."""
+        return self.num_layers, planes_of(self.value_head_dim), self.num_kv_heads, block_size, self.row_numbers
 
     def bytes_per_block(self, block_size: int) -> int:
         """Size of one block in bytes."""
-        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
+        return math.prod(self.block_shape(block_size)) * self.cache_dtype.itemsize
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name by which messages and stores know a type."""
+    return str(dtype).removeprefix("torch.")
 
 
 class GroupTables(NamedTuple):
@@ -177,7 +193,8 @@ class Rotary:
 
 class AttentionBackend(Protocol):
     """Computes attention of one KV group's layers over one worker's paged KV cache. Built with the KV cache
-    [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]; called on the worker's thread only."""
+    [num_blocks, num_layers, planes, num_kv_heads, block_size, row_numbers] and the type of queries and results; called
+    on the worker's thread only."""
 
     reads_whole_blocks: bool  # also the part beyond a sequence, which must be finite then
 

@@ -117,9 +117,13 @@ class Device(Protocol):
         """True if kernels compute the attention of a model that runs its own code. `num_heads` and `args` are by
         layer."""
 
-    def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
-        """Attention over the KV cache, by what was found to work for the model; a ProjectionAttention if it is
-        fused."""
+    def check_quantized(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> None:
+        """Raises if attention without kernels does not take a KV cache that is quantised in this way. See
+        `can_attend`."""
+
+    def attention(self, kv_cache: torch.Tensor, kernels: Kernels, dtype: torch.dtype) -> AttentionBackend:
+        """Attention of queries of `dtype` over the KV cache, which may be quantised, by what was found to work for the
+        model; a ProjectionAttention if it is fused."""
 
     def layer_adapters(
         self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int

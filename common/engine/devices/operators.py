@@ -38,8 +38,8 @@ class Operators(Protocol):
     def supports(self, model: Any) -> bool:
         """True if the device and the types of a transformers model are those of these operators."""
 
-    def attention(self, kv_cache: torch.Tensor) -> ProjectionAttention:
-        """Attention over the KV cache."""
+    def attention(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> ProjectionAttention:
+        """Attention of queries of `dtype` over the KV cache, which may be quantised."""
 
     def embed(self, table: torch.Tensor, first: int | None = None) -> Embed:
         """Embeddings from a table [vocabulary, size]; or of the tokens from `first` on, which the last row, of zeros,

@@ -10,7 +10,7 @@ weights and activations are bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -149,8 +149,8 @@ class FusedDecoder:
         """Results in float32 of at most 16 tokens, computed as a prompt in two chunks and two
         decodes, so that each kernel takes part."""
         device = inputs.device
-        kv_cache = torch.zeros((2, *spec.block_shape(_PROBED_BLOCK)), dtype=spec.dtype, device=device)
-        attention = self._operators.attention(kv_cache)
+        kv_cache = torch.zeros((2, *spec.block_shape(_PROBED_BLOCK)), dtype=spec.cache_dtype, device=device)
+        attention = self._operators.attention(kv_cache, spec.dtype)
         num_tokens = len(inputs)
         ends = [num_tokens // 2, num_tokens - 2, num_tokens - 1, num_tokens]
         outputs = []
@@ -198,7 +198,9 @@ def fuse_decoder(
     computes something else. It fails on all ranks or on none."""
     with together(ranks):
         decoder = FusedDecoder(model, probed, operators, stage, adapters)
-    probed.check("the fused decoder", decoder.probe(probed.inputs, probed.spec))
+    probed.check("the fused decoder", decoder.probe(probed.inputs, replace(probed.spec, quantized=None)))
+    if probed.spec.quantized is not None:
+        probed.check_quantized("the fused decoder", decoder.probe(probed.inputs, probed.spec))
     return decoder
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from common.engine.config import DEFAULT_BLOCK_SIZE, MAX_BLOCK_SIZE
 from common.engine.contract.kv_groups import KVGroupSpec, Window
-from common.engine.devices.attention import KVSpec
+from common.engine.devices.attention import KVSpec, name_of
 from common.engine.model.stages import refused
 from common.errors import ConfigError
 from common.types import MAX_KV_GROUPS
@@ -22,7 +22,7 @@ GroupLayers = Callable[[KVSpec, Sequence[Window | None]], tuple[KVGroupSpec, ...
 
 def all_in_one(spec: KVSpec, windows: Sequence[Window | None]) -> tuple[KVGroupSpec, ...]:
     """One group, out of which nothing falls: windows only hide what layers do not read."""
-    dtype = str(spec.dtype).removeprefix("torch.")
+    dtype = name_of(spec.cache_dtype)
     return (KVGroupSpec(tuple(range(len(windows))), spec.num_kv_heads, spec.head_dim, spec.value_head_dim, dtype),)
 
 
@@ -75,7 +75,7 @@ def with_states(
     name."""
     most = max(state_bytes)
     if not groups:
-        head_dim = -(-most // (2 * block_size * spec.dtype.itemsize))
+        head_dim = -(-most // (2 * block_size * spec.cache_dtype.itemsize))
         spec = replace(spec, num_layers=1, head_dim=head_dim, value_head_dim=head_dim)
     (whole,) = all_in_one(spec, [None] * len(state_bytes))
     whole = replace(whole, kind="state", num_kv_heads=groups[0].num_kv_heads if groups else spec.num_kv_heads)

@@ -17,8 +17,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.engine.config import AdapterConfig, Kernels, ModelConfig, ParallelConfig
-from common.engine.contract.kv_groups import KVGroupSpec, Window
+from common.engine.config import AdapterConfig, Kernels, KVCacheDType, ModelConfig, ParallelConfig
+from common.engine.contract.kv_groups import QUANTIZED_KV, KVGroupSpec, Window
 from common.engine.devices.attention import KVSpec
 from common.engine.devices.base import Device, RowSampler, StepSampler
 from common.engine.devices.ranks import OneRank, Ranks
@@ -32,7 +32,7 @@ from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decod
 from common.engine.model.kv_groups import GroupLayers, all_in_one, by_window, share_blocks
 from common.engine.model.lora import AdaptedLayers, ModelAdapters
 from common.engine.model.parallel_plan import Place, heads_of, refused
-from common.engine.model.probe import ProbedModel, check_linears, check_recurrences, probe_model
+from common.engine.model.probe import ProbedModel, check_linears, check_recurrences, probe_model, quantize_kv
 from common.engine.model.rank_loader import load_rank, outline_of
 from common.engine.model.ranks import together
 from common.engine.model.stage_links import OneStage, StageLinks
@@ -93,11 +93,12 @@ def load_model(
     ranks: Ranks = _ONE_RANK,
     experts: ExpertRanks | None = None,
     links: StageLinks = _ONE_STAGE,
+    kv_cache_dtype: KVCacheDType = "auto",
     adapters: AdapterConfig | None = None,
 ) -> LoadedModel:
     """Load the rank's part of `config.model`, a local directory or a hub id. `experts`: among which experts are cut
-    whole. `adapters`: of which the model takes so many. Raises ModelLoadError, or ConfigError for
-    a bad device or a model that cannot be cut."""
+    whole. `adapters`: of which the model takes so many. Raises ModelLoadError, or ConfigError for a bad device, a model
+    that cannot be cut, or KV that cannot be quantised."""
     device = DEVICES.find(config.device)(config, device_number)
     directory = model_directory(config)
     raw_config = read_config(directory)
@@ -113,7 +114,8 @@ def load_model(
         reason = f"with 1 or 2 ranks, but there are {ranks.size} that do not share memory"
         raise ConfigError.of("batch_invariant", reason)
     with quiet_transformers():
-        source = _Source(directory, weight_files, config, device, quantized, ranks, experts, links, adapters)
+        kv_dtype = None if kv_cache_dtype == "auto" else getattr(torch, QUANTIZED_KV[kv_cache_dtype])
+        source = _Source(directory, weight_files, config, device, quantized, ranks, experts, links, kv_dtype, adapters)
         found = _load_and_probe(source)
     model, stage, probed = found.model, found.stage, found.probed
     if quantized is not None or is_cut:  # else weights that were given up are of mapped files
@@ -300,6 +302,7 @@ class _Source(NamedTuple):
     ranks: Ranks
     experts: ExpertRanks | None
     links: StageLinks
+    kv_dtype: torch.dtype | None  # to which KV is quantised; None: it is not
     adapters: AdapterConfig | None
 
     def adapted_layers(self) -> AdaptedLayers | None:
@@ -343,6 +346,7 @@ def _load_and_probe(source: _Source) -> _Probed:
         raise ConfigError.of("batch_invariant", "only with compiled kernels, for models of the Llama kind")
     failed = False
     if operators is not None and probed is not None:
+        probed = _with_kv_dtype(source, model, stage, probed)
         try:
             adapted = source.adapted_layers()
             decoder = fuse_decoder(model, probed, operators, source.ranks, stage, adapted)
@@ -366,6 +370,7 @@ def _load_and_probe(source: _Source) -> _Probed:
             failed = True
             model, stage = _load(source)
     model, stage, probed = _probe_packed(source, model, stage, compiles=not failed)
+    probed = _with_kv_dtype(source, model, stage, probed)
     attends = False
     if not failed:
         try:
@@ -377,6 +382,8 @@ def _load_and_probe(source: _Source) -> _Probed:
         except Exception as error:  # noqa: BLE001  the kernels differ, or whatever a compiler raises
             _warn_of_kernels(error)
             failed = True
+    if probed.spec.quantized is not None and not attends:
+        _check_quantized(device, probed)
     recurrences = device.recurrences() if probed.state_layers and not failed else None
     if recurrences is not None:
         try:
@@ -415,6 +422,19 @@ def _model_adapters(found: _Probed, device: Device) -> ModelAdapters | None:
     if found.adapted is None or not found.adapted.targets:
         return None
     return ModelAdapters(found.adapted, dtype=found.model.dtype, device=device.torch_device)
+
+
+def _with_kv_dtype(source: _Source, model: Any, stage: Stage, probed: ProbedModel) -> ProbedModel:
+    return probed if source.kv_dtype is None else quantize_kv(model, stage, probed, source.kv_dtype)
+
+
+def _check_quantized(device: Device, probed: ProbedModel) -> None:
+    """Raises ConfigError if the device's attention without kernels does not take quantised KV."""
+    try:
+        device.check_quantized(probed.spec, probed.num_heads, probed.attention_args)
+    except Exception as error:
+        reason = f"the attention of this device ({device.name}) does not take such KV: {_first_line(error)}"
+        raise ConfigError.of("kv_cache_dtype", reason) from error
 
 
 def _group(

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from common.engine.devices.attention import AttentionArgs, KVSpec
+from common.engine.contract.kv_groups import QUANTIZED_KV
+from common.engine.devices.attention import AttentionArgs, KVSpec, name_of
+from common.engine.devices.kv_quantization import rounded
 from common.engine.devices.recurrences import Recurrences
 from common.engine.model.adapters import needs_positions, set_attention
 from common.engine.model.attention_hook import (
@@ -41,13 +43,14 @@ from common.engine.model.states import (
     StateTensor,
     state_modules,
 )
-from common.errors import ModelLoadError
+from common.errors import ConfigError, ModelLoadError
 
 _NUM_TOKENS = 12
 _PARTS = (range(6), range(6, 10), range(10, 11), range(11, _NUM_TOKENS))  # of these; the last two are decodes
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
+_MAX_QUANTIZED_ERROR = 0.05  # the same: where numbers differ in their last bits, some are rounded the other way
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
 _SUPPORTED_LAYER_TYPES = _WINDOWED | {"full_attention", "attention"}
 _BESIDE_STATES = frozenset({"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"})  # if modules keep states
@@ -67,10 +70,17 @@ class ProbedModel:
     state_layers: list[StateLayer]  # in layer order
     inputs: torch.Tensor  # that were computed, see Stage.forward
     outputs: torch.Tensor  # the results in float32, of the model's own attention
+    quantized_outputs: torch.Tensor | None = None  # the same with quantised KV, if the spec's is
 
     def check(self, name: str, outputs: torch.Tensor) -> None:
         """Raises ModelLoadError if `outputs` are not those of the model's own attention."""
-        _check_equal(name, outputs, self.outputs, self.spec.dtype)
+        _check_equal(name, outputs, self.outputs, _MAX_RELATIVE_ERROR[self.spec.dtype])
+
+    def check_quantized(self, name: str, outputs: torch.Tensor) -> None:
+        """Raises ModelLoadError if `outputs` are not those of quantised KV."""
+        assert self.quantized_outputs is not None
+        limit = max(_MAX_RELATIVE_ERROR[self.spec.dtype], _MAX_QUANTIZED_ERROR)
+        _check_equal(f"{name} with quantised KV", outputs, self.quantized_outputs, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +108,43 @@ def probe_model(model: Any, stage: Stage) -> ProbedModel:
     return probed
 
 
+def quantize_kv(model: Any, stage: Stage, probed: ProbedModel, dtype: torch.dtype) -> ProbedModel:
+    """Computes the parts over KV that is quantised, and returns the findings for such KV. Raises ConfigError if the
+    model keeps none that can be."""
+    name, spec = type(model).__name__, probed.spec
+    setting = next(setting for setting, kept in QUANTIZED_KV.items() if kept == name_of(dtype))
+    if not spec.num_layers:
+        raise ConfigError.of("kv_cache_dtype", f"{setting}, but {name} keeps no keys and values")
+    if not spec.value_head_dim:
+        raise ConfigError.of("kv_cache_dtype", f"{setting}, but {name} keeps latents, which are not quantised")
+    if spec.head_dim % 2:
+        raise ConfigError.of("kv_cache_dtype", f"{setting}, but {name} has heads of {spec.head_dim}, an odd number")
+    outputs = _forward_parts(model, stage, probed.inputs, _CachedAttention(dtype))
+    return replace(probed, spec=replace(spec, quantized=dtype), quantized_outputs=outputs)
+
+
 def check_recurrences(model: Any, stage: Stage, probed: ProbedModel, recurrences: Recurrences) -> None:
     """Computes the parts with states that `recurrences` write. Raises ModelLoadError if the results differ, and
     whatever `recurrences` raise."""
+    outputs = _forward_parts(model, stage, probed.inputs, _CachedAttention(), recurrences)
+    probed.check(type(model).__name__, outputs)
+
+
+def _forward_parts(
+    model: Any, stage: Stage, inputs: torch.Tensor, attention: _CachedAttention, recurrences: Recurrences | None = None
+) -> torch.Tensor:
+    """Results in float32 of all parts, each after those before it."""
     states = state_modules(model)
     hook = StateHook(states, _RecordedStates(len(states)), recurrences)
-    attention = _CachedAttention()
     modules = list(model.modules())
     try:
         for module in modules:
             set_layer_attention(module, attention)
-        outputs = torch.cat([_forward_part(model, stage, probed.inputs, part, hook) for part in _PARTS])
+        return torch.cat([_forward_part(model, stage, inputs, part, hook) for part in _PARTS])
     finally:
         hook.remove()
         for module in modules:
             clear_layer_attention(module)
-    probed.check(type(model).__name__, outputs)
 
 
 def check_linears(model: Any, stage: Stage, probed: ProbedModel) -> None:
@@ -193,7 +224,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
             set_attention(model, ATTENTION_NAME)
             for module in modules:
                 set_layer_attention(module, _attend_shortened)
-            _check_equal(name, _forward(model, stage, inputs), shortened, spec.dtype)
+            _check_equal(name, _forward(model, stage, inputs), shortened, _MAX_RELATIVE_ERROR[spec.dtype])
     except ModelLoadError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, NotImplementedError) as error:
@@ -204,7 +235,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
         for module in modules:
             clear_layer_attention(module)
         set_attention(model, ATTENTION_NAME)
-    _check_equal(name, outputs, expected, spec.dtype)
+    _check_equal(name, outputs, expected, _MAX_RELATIVE_ERROR[spec.dtype])
     return ProbedModel(
         spec,
         [call.module for call in calls],
@@ -219,11 +250,15 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
 class _CachedAttention:
     """Plain attention of modules to the keys and values of all parts so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantized: torch.dtype | None = None) -> None:
+        """`quantized`: type of the numbers to which keys and values are rounded; None: they are not."""
+        self._quantized = quantized
         self._cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, module: torch.nn.Module, query: Any, key: Any, value: Any, **arguments: Any) -> torch.Tensor:
         """See LayerAttention."""
+        if self._quantized is not None:
+            key, value = (rounded(each, self._quantized) for each in (key, value))
         before = self._cached.get(module)
         if before is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(before, (key, value), strict=True))
@@ -361,9 +396,9 @@ def _is_unknown(name: str, given: Any) -> bool:
     return name not in _KNOWN_ARGUMENTS and given is not None and not isinstance(given, bool)
 
 
-def _check_equal(name: str, logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_equal(name: str, logits: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
     error = float((logits - expected).norm() / (expected - expected.mean()).norm().clamp(min=1e-12))
-    if not error <= _MAX_RELATIVE_ERROR[dtype]:  # also refuses NaN
+    if not error <= limit:  # also refuses NaN
         raise ModelLoadError(
             f"{name}: paged attention differs from the model's own attention (relative error {error:.2g})",
             param="model",

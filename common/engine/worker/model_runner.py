@@ -81,7 +81,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._block_size = block_size
         kv_groups = [group for group in loaded.kv_groups if group.kind != "state"]
-        self._attentions = [loaded.device.attention(kv_cache, loaded.kernels) for _ in kv_groups]
+        self._attentions = [loaded.device.attention(kv_cache, loaded.kernels, loaded.dtype) for _ in kv_groups]
         if loaded.decoder is None:
             for group, attention in zip(kv_groups, self._attentions, strict=True):
                 own = [layer - stage.kv_layers.start for layer in group.layers if layer in stage.kv_layers]

@@ -41,10 +41,10 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 def slots_shape(layout: KVLayout) -> tuple[int, ...]:
-    """[num_slots, num_layers, planes, num_kv_heads, block_size, head_dim]: as many slots as fit into a few MiB."""
+    """[num_slots, num_layers, planes, num_kv_heads, block_size, row_numbers]: as many slots as fit into a few MiB."""
     group = layout.groups[0]  # blocks of all groups have one shape
     num_layers = layout.num_layers + layout.num_feature_layers
-    block = (num_layers, layout.num_planes, layout.num_kv_heads, layout.block_size, group.head_dim)
+    block = (num_layers, layout.num_planes, layout.num_kv_heads, layout.block_size, group.row_numbers)
     block_bytes = math.prod(block) * _dtype(layout).itemsize
     return (min(max(_MIN_SLOTS, _SLOTS_BYTES // block_bytes), _MAX_SLOTS), *block)
 

@@ -155,6 +155,7 @@ class Worker:
             self._ranks,
             self._experts,
             self._links,
+            self._config.cache.kv_cache_dtype,
             adapters=self._config.adapters,
         )
         self._ranks = loaded.ranks
@@ -501,11 +502,11 @@ class Worker:
 
 
 def allocate_kv_cache(spec: KVSpec, num_blocks: int, block_size: int, device: Device) -> torch.Tensor:
-    """Zeros of [num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim]. Raises ConfigError if they are too
-    many."""
+    """Zeros of [num_blocks, num_layers, planes, num_kv_heads, block_size, row_numbers]. Raises ConfigError if they are
+    too many."""
     shape = (num_blocks, *spec.block_shape(block_size))
     with _fitting(f"a KV cache of {num_blocks} blocks", num_blocks * spec.bytes_per_block(block_size), device):
-        return device.memory.zeros(shape, spec.dtype)
+        return device.memory.zeros(shape, spec.cache_dtype)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ NEW_PAGES = (
     "observability.md",
     "bench.md",
     "run_batch.md",
+    "kv_quantization.md",
 )
 """Pages whose commands are held to what the programs accept."""
 
@@ -183,7 +184,7 @@ def test_the_python_examples_compile(page: str) -> None:
         compile(example, page, "exec")
 
 
-@pytest.mark.parametrize("page", ["quickstart.md", "configuration.md", "bare_processes.md"])
+@pytest.mark.parametrize("page", ["quickstart.md", "configuration.md", "bare_processes.md", "kv_quantization.md"])
 def test_the_settings(page: str, tmp_path: Path) -> None:
     (example,) = blocks(page, "yaml")
     (tmp_path / "baton.yaml").write_text(example)

@@ -143,7 +143,7 @@ def layout(**changes: int) -> pods_pb2.KVLayout:
         ({"layout": layout(block_size=32), "fingerprint": b"other"}, "fingerprint"),
         ({"layout": layout(block_size=32)}, "block_size"),
         ({"layout": layout(tensor_parallel_size=0)}, "tensor_parallel_size"),
-        ({"layout": None}, "block_size"),
+        ({"layout": None}, "kv_dtype"),
     ],
 )
 async def test_pods_that_do_not_fit_are_refused(pod: RunningPod, start: dict, param: str) -> None:
@@ -164,6 +164,13 @@ async def test_what_does_not_fit_is_named(pod: RunningPod) -> None:
     [
         ({"connector": "nixl"}, "connector differs: 'shared-storage' here, 'nixl' on decode-test"),
         ({"fingerprint": b"another model"}, "fingerprint differs: {ours} here, 616e6f746865 on decode-test"),
+        (
+            {
+                "fingerprint": b"other",
+                "layout": layout_to_pb(KVLayout(BLOCK_SIZE, (replace(ONE_GROUP[0], dtype="int8"),))),
+            },
+            "kv_dtype differs: 'float32' here, 'int8' on decode-test",
+        ),
     ],
 )
 async def test_what_differs_is_shown(pod: RunningPod, start: dict, message: str) -> None:

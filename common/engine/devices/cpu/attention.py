@@ -42,8 +42,9 @@ class _Part(NamedTuple):
 class CpuAttention(TorchAttention):
     """See AttentionBackend and ProjectionAttention. For float32 and bfloat16."""
 
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        super().__init__(kv_cache)
+    def __init__(self, kv_cache: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """See TorchAttention."""
+        super().__init__(kv_cache, dtype)
         self._cache = kv_cache
         num_layers = kv_cache.shape[1]
         self._decode: list[Call | None] = [None] * num_layers
@@ -52,7 +53,7 @@ class CpuAttention(TorchAttention):
         self._chunk: list[Call | None] = [None] * num_layers
         self._decode_threads = 1
         self._parts: list[_Part] = []
-        self._tiled = kv_cache.dtype == torch.bfloat16
+        self._tiled = self._dtype == torch.bfloat16
         self._reads_chunks = (has_tiles() or not self._tiled) and can_attend_chunks(self._shape(1), tiled=self._tiled)
 
     def begin_step(self, batch: AttentionMetadata) -> None:
@@ -225,9 +226,10 @@ class CpuAttention(TorchAttention):
         return call
 
     def _shape(self, num_heads: int) -> CacheShape:
-        _, num_layers, _, num_kv_heads, block_size, head_dim = self._cache.shape
-        element = element_type_of(self._cache.dtype)
-        return CacheShape(element, num_layers, num_heads, num_kv_heads, block_size, head_dim)
+        _, num_layers, _, num_kv_heads, block_size, _ = self._cache.shape
+        quantized = element_type_of(self._cache.dtype) if self._quantized else None
+        element = element_type_of(self._dtype)
+        return CacheShape(element, num_layers, num_heads, num_kv_heads, block_size, self._head_dim, quantized)
 
     def _layer_address(self, layer: int) -> int:
         return self._cache[0, layer].data_ptr()
@@ -237,8 +239,8 @@ class BatchInvariantAttention(CpuAttention):
     """Attention whose results do not depend on what else is in a batch, nor on how a prompt was cut into chunks: each
     token goes through the kernel of chunks, as a decode too. Raises ConfigError if that does not take the cache."""
 
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        super().__init__(kv_cache)
+    def __init__(self, kv_cache: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        super().__init__(kv_cache, dtype)
         if not self._reads_chunks:
             raise ConfigError.of(
                 "batch_invariant",

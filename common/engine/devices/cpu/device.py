@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,17 +81,17 @@ class CpuDevice(TorchDevice):
         """See Device."""
         if not self._has_kernels or not (supports(spec) or supports_latents(spec)):
             return False
-        backend = CpuAttention if spec.value_head_dim else CpuLatentAttention
+        backend = partial(CpuAttention, dtype=spec.dtype) if spec.value_head_dim else CpuLatentAttention
         check_attention(backend, self.torch_device, spec, num_heads, args)
         return True
 
-    def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
+    def attention(self, kv_cache: torch.Tensor, kernels: Kernels, dtype: torch.dtype) -> AttentionBackend:
         """See Device."""
         if kernels == "torch":
-            return super().attention(kv_cache, kernels)
+            return super().attention(kv_cache, kernels, dtype)
         if kv_cache.shape[2] == 1:
             return CpuLatentAttention(kv_cache)
-        return BatchInvariantAttention(kv_cache) if self.batch_invariant else CpuAttention(kv_cache)
+        return BatchInvariantAttention(kv_cache, dtype) if self.batch_invariant else CpuAttention(kv_cache, dtype)
 
     def layer_adapters(
         self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int

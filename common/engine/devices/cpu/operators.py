@@ -52,9 +52,9 @@ class CpuOperators:
         num_whole = max(0, num_tokens - _MAX_ROWS + _ROWS - 1) // _ROWS
         return [_ROWS] * num_whole + [num_tokens - num_whole * _ROWS]
 
-    def attention(self, kv_cache: torch.Tensor) -> CpuAttention:
+    def attention(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> CpuAttention:
         """See Operators."""
-        return BatchInvariantAttention(kv_cache) if self._batch_invariant else CpuAttention(kv_cache)
+        return BatchInvariantAttention(kv_cache, dtype) if self._batch_invariant else CpuAttention(kv_cache, dtype)
 
     def embed(self, table: torch.Tensor, first: int | None = None) -> Embed:
         """See Operators."""

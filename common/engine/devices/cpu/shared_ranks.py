@@ -192,7 +192,7 @@ class _Calls:
         self._add = ranks.call(reduction.add_kernel(*which))
         self._add_share = ranks.call(reduction.add_kernel(*which, in_place=True))
         self._collect = ranks.call(reduction.collect_kernel(*which))
-        self._most = SLOT_BYTES // element.value
+        self._most = SLOT_BYTES // element.size
 
     def reduce(self, numbers: torch.Tensor) -> None:
         """Sums [n] over all ranks, in place; they fit a slot."""

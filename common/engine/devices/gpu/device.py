@@ -64,10 +64,10 @@ class TritonDevice(TorchDevice):
         check_attention(backend, self.torch_device, spec, num_heads, args)
         return True
 
-    def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
+    def attention(self, kv_cache: torch.Tensor, kernels: Kernels, dtype: torch.dtype) -> AttentionBackend:
         """See Device."""
         if kernels == "torch":
-            return super().attention(kv_cache, kernels)
+            return super().attention(kv_cache, kernels, dtype)
         from common.engine.devices.gpu.attention import BatchInvariantTritonAttention, TritonAttention
         from common.engine.devices.gpu.latent_attention import TritonLatentAttention
 

@@ -41,7 +41,7 @@ class TritonOperators:
         """See Operators."""
         return [num_tokens]
 
-    def attention(self, kv_cache: torch.Tensor) -> TritonAttention:
+    def attention(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> TritonAttention:
         """See Operators."""
         return BatchInvariantTritonAttention(kv_cache) if self._batch_invariant else TritonAttention(kv_cache)
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata
+from common.engine.devices.kv_quantization import QUANTIZED, QuantizedVectors, head_dim_of, unpack
 
 _MAX_PADDED_SHARE = 2  # a group's longest sequence has at most this many times the blocks of its shortest,
 _FREE_PADDING_BLOCKS = 4  # or this many blocks more
@@ -83,32 +84,38 @@ class TorchAttention:
 
     reads_whole_blocks = True
 
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        _, num_layers, num_planes, num_kv_heads, block_size, head_dim = kv_cache.shape
+    def __init__(self, kv_cache: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of queries and results; None: that of the cache, which is not quantised."""
+        _, num_layers, num_planes, num_kv_heads, block_size, row_numbers = kv_cache.shape
+        self._dtype = dtype = dtype or kv_cache.dtype
+        self._quantized: list[list[QuantizedVectors]] = []  # by layer and plane
+        if kv_cache.dtype in QUANTIZED:
+            layers = range(num_layers)
+            self._quantized = [[QuantizedVectors(kv_cache, layer, plane) for plane in range(2)] for layer in layers]
         self._num_planes = num_planes
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
-        self._head_dim = head_dim
+        self._head_dim = head_dim_of(kv_cache)
         # Row (block, layer, plane, head, offset) is one token's vector. A layer's views begin at its first row, so that
         # one index, computed once per step, serves all layers.
-        vectors = kv_cache.view(-1, head_dim)
+        vectors = kv_cache.view(-1, row_numbers)
         stride = num_kv_heads * block_size
         self._key_vectors = [vectors[num_planes * layer * stride :] for layer in range(num_layers)]
         self._value_vectors = [each[stride:] for each in self._key_vectors]
         self._vectors_per_block = num_layers * num_planes * stride
         # Row (block, layer, plane, head) is a block's run of vectors for one head.
-        runs = kv_cache.view(-1, block_size * head_dim)
+        runs = kv_cache.view(-1, block_size * row_numbers)
         self._runs = [runs[num_planes * layer * num_kv_heads :] for layer in range(num_layers)]
         self._runs_per_block = num_layers * num_planes * num_kv_heads
         # What the rows of a group are copied to. Fresh memory for each copy would cost more than the copy.
-        self._workspace = runs.new_empty(0, block_size * head_dim)
+        self._workspace = runs.new_empty(0, block_size * row_numbers)
         device = kv_cache.device
         self._head_vectors = torch.arange(num_kv_heads, device=device) * block_size
         self._head_runs = torch.arange(num_planes * num_kv_heads, device=device).view(-1, 1, num_kv_heads, 1)
         max_bytes = _MAX_GATHERED_BYTES_CPU if kv_cache.is_cpu else _MAX_GATHERED_BYTES
-        self._max_group_blocks = max_bytes // (num_planes * stride * head_dim * kv_cache.itemsize)
-        self._hidden = torch.tensor(-torch.inf, dtype=kv_cache.dtype, device=device)
-        self._visible = torch.zeros((), dtype=kv_cache.dtype, device=device)
+        self._max_group_blocks = max_bytes // (num_planes * stride * self._head_dim * dtype.itemsize)
+        self._hidden = torch.tensor(-torch.inf, dtype=dtype, device=device)
+        self._visible = torch.zeros((), dtype=dtype, device=device)
         self._tokens = torch.arange(0, device=device)  # grows: 0, 1, 2, ...
         self._batch: AttentionMetadata | None = None
         self._write_rows = self._tokens
@@ -128,8 +135,13 @@ class TorchAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, args: AttentionArgs
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        self._key_vectors[layer].index_copy_(0, self._write_rows, key.reshape(-1, self._head_dim))
-        self._value_vectors[layer].index_copy_(0, self._write_rows, value.reshape(-1, self._head_dim))
+        assert self._batch is not None
+        if self._quantized:
+            for plane, vectors in zip(self._quantized[layer], (key, value), strict=True):
+                plane.write(self._batch.slot_mapping, vectors[0])
+        else:
+            self._key_vectors[layer].index_copy_(0, self._write_rows, key.reshape(-1, self._head_dim))
+            self._value_vectors[layer].index_copy_(0, self._write_rows, value.reshape(-1, self._head_dim))
         if len(self._groups) == 1 and not self._chunks:
             return self._attend_decodes(layer, query, self._groups[0], args)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -230,7 +242,7 @@ class TorchAttention:
         args: AttentionArgs,
     ) -> None:
         """Attention of query tokens [1, chunk tokens, heads, head_dim], whose keys and values are in the cache."""
-        if chunk.num_tokens == chunk.seq_len:  # nothing precedes: keys and values need not be read back
+        if chunk.num_tokens == chunk.seq_len and not self._quantized:  # nothing precedes: they need not be read back
             keys, values = key.transpose(1, 2), value.transpose(1, 2)
         else:
             keys, values = self._gather_chunk(layer, chunk)
@@ -290,10 +302,13 @@ class TorchAttention:
         return (tables[None, :, None, :] * self._runs_per_block + self._head_runs).view(-1)
 
     def _read(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows of the layer's runs, [rows, block_size * head_dim]. Valid until the next read."""
+        """Vectors of rows of the layer's runs, [rows, block_size * head_dim]. Valid until the next read."""
         if len(self._workspace) < len(rows):
             self._workspace = self._workspace.new_empty(len(rows) + len(rows) // 4, self._workspace.shape[1])
-        return torch.index_select(self._runs[layer], 0, rows, out=self._workspace[: len(rows)])
+        found = torch.index_select(self._runs[layer], 0, rows, out=self._workspace[: len(rows)])
+        if not self._quantized:
+            return found
+        return unpack(found.view(len(rows), self._block_size, -1), self._dtype).flatten(1)
 
     def _arange(self, length: int) -> torch.Tensor:
         if len(self._tokens) < length:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from common.engine.devices.attention import AttentionArgs, AttentionBackend, AttentionMetadata, KVSpec
+from common.engine.devices.kv_quantization import pack
 from common.engine.devices.torch.attention import TorchAttention
 from common.engine.devices.torch.latent_attention import TorchLatentAttention
 from common.errors import ModelLoadError
@@ -50,10 +52,13 @@ def _layer_agrees(
             query_dim, value_dim = spec.head_dim - args.expansion.rank + args.expansion.key_dim, 0
         query = random(1, num_tokens, num_heads, query_dim)
         key, value = (random(1, num_tokens, spec.num_kv_heads, dim) for dim in (spec.head_dim, value_dim))
-        kv_cache = random(1 + int(batch.block_tables.max()), *spec.block_shape(_BLOCK_SIZE))
+        plain = replace(spec, quantized=None)
+        kv_cache = random(1 + int(batch.block_tables.max()), *plain.block_shape(_BLOCK_SIZE))
+        if spec.quantized is not None:
+            kv_cache = pack(kv_cache, spec.quantized)
         results = []
         reference = TorchAttention if args.expansion is None else TorchLatentAttention
-        for backend in (create(kv_cache), reference(kv_cache)):
+        for backend in (create(kv_cache), reference(kv_cache, spec.dtype)):
             backend.begin_step(batch)
             results.append(backend.attend(layer, query, key, value, args).float())
         found, expected = results

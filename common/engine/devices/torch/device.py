@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from common.engine.devices.ranks import Ranks
 from common.engine.devices.recurrences import Recurrences
 from common.engine.devices.torch.adapters import TorchLayerAdapters
 from common.engine.devices.torch.attention import TorchAttention
+from common.engine.devices.torch.attention_check import check_attention
 from common.engine.devices.torch.latent_attention import TorchLatentAttention
 from common.engine.quantization.base import QuantizedLinear
 from common.errors import ConfigError
@@ -74,9 +76,14 @@ class TorchDevice(Device):
         """See Device."""
         return False
 
-    def attention(self, kv_cache: torch.Tensor, kernels: Kernels) -> AttentionBackend:
+    def check_quantized(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> None:
         """See Device."""
-        return TorchLatentAttention(kv_cache) if kv_cache.shape[2] == 1 else TorchAttention(kv_cache)
+        create = partial(self.attention, kernels="torch", dtype=spec.dtype)
+        check_attention(create, self.torch_device, spec, num_heads, args)
+
+    def attention(self, kv_cache: torch.Tensor, kernels: Kernels, dtype: torch.dtype) -> AttentionBackend:
+        """See Device."""
+        return TorchLatentAttention(kv_cache) if kv_cache.shape[2] == 1 else TorchAttention(kv_cache, dtype)
 
     def layer_adapters(
         self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int

@@ -74,6 +74,10 @@ async def test_a_fault_of_ours_does_not_lose_a_pod_for_good(start_cluster, monke
         ({"fingerprint": b"x" * 32}, "fingerprint"),
         ({"block_size": 32}, "block_size is 32, the cluster's is 16"),
         ({"vocab_size": 9}, "vocab_size"),
+        (
+            {"fingerprint": b"x" * 32, "kv_dtype": "int8"},
+            "its KV is of int8, the cluster's of float32: see kv_cache_dtype",
+        ),
     ],
 )
 async def test_pods_of_another_model_are_refused(start_cluster, facts, said):

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from common.engine.contract.kv_groups import Window
+from common.engine.contract.kv_groups import Window, row_numbers_of
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.elementwise import inverse_rms
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
+from common.engine.devices.kv_quantization import LIMITS, MIN_SCALE
 
 MAX_HEADS = 4  # query heads that share a pass over their keys; their sums stay in registers
 _MAX_VECTORS = MAX_LANES  # of values summed up at once: half of the registers, of which there are 32 or 16
 TILES_AHEAD = 2  # of the one that is attended to, memory is asked for
 HIDDEN = -1e30  # score of a token that is not attended to
+_SCALES = ElementType.BFLOAT16
 
 
 @dataclass(frozen=True)
 class CacheShape:
     """The shapes that the code of an attention kernel depends on."""
 
-    element: ElementType  # of the KV cache, queries and results
+    element: ElementType  # of queries and results, and of the KV cache
     num_layers: int
     num_heads: int
     num_kv_heads: int
     block_size: int
     head_dim: int
+    quantized: ElementType | None = None  # of the KV cache, if that is quantised
+
+    @property
+    def cache_element(self) -> ElementType:
+        """Type of the numbers in the KV cache."""
+        return self.quantized or self.element
 
     @property
     def group(self) -> int:
@@ -36,17 +44,40 @@ class CacheShape:
     @property
     def block_numbers(self) -> int:
         """Numbers in a block."""
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return self.num_layers * 2 * self.num_kv_heads * self.head_numbers
 
     @property
     def head_numbers(self) -> int:
-        """Numbers of one head's keys, or values, in a block and layer."""
-        return self.block_size * self.head_dim
+        """Numbers of one head's keys, or values, in a block and layer; with scales, if there are some."""
+        return self.block_size * row_numbers_of(self.cache_element.value, self.head_dim)
 
     @property
     def tile(self) -> int:
         """Tokens that are attended to at once."""
         return lanes_of(self.block_size)
+
+    def keys_at(self, cache: Pointer, block: Value, kv_head: Value, offset: Value) -> Vectors:
+        """Keys of a head from a token of a block on. `cache`: of the layer, from its first block on."""
+        head = cache.at(block * self.block_numbers + kv_head * self.head_numbers)
+        numbers = head.at(offset * self.head_dim)
+        if self.quantized is None:
+            return Vectors(numbers, None)
+        return Vectors(numbers, head.at(self.block_size * self.head_dim).of(_SCALES).at(offset))
+
+    def values_beside(self, keys: Vectors) -> Vectors:
+        """Values of the same tokens."""
+        distance = self.num_kv_heads * self.head_numbers
+        numbers, scales = keys
+        if scales is not None:
+            scales = scales.of(self.cache_element).at(distance).of(_SCALES)
+        return Vectors(numbers.at(distance), scales)
+
+
+class Vectors(NamedTuple):
+    """Keys, or values, of tokens that are side by side in a block."""
+
+    numbers: Pointer
+    scales: Pointer | None  # of each token, if they are quantised
 
 
 @dataclass(frozen=True)
@@ -125,7 +156,7 @@ def prepare_kernel(shape: CacheShape, *, has_norms: bool) -> Kernel:
 def _attention_arguments(shape: CacheShape) -> dict[str, ElementType | None]:
     ints = ElementType.INT64
     return {
-        "cache": shape.element,
+        "cache": shape.cache_element,
         "seq_lens": ints,
         "block_tables": ints,
         "table_width": None,
@@ -137,7 +168,7 @@ def _attention_arguments(shape: CacheShape) -> dict[str, ElementType | None]:
 def _projection_arguments(shape: CacheShape) -> dict[str, ElementType | None]:
     ints, floats = ElementType.INT64, ElementType.FLOAT32
     return {
-        "cache": shape.element,
+        "cache": shape.cache_element,
         "qkv": shape.element,
         "slots": ints,
         "positions": ints,
@@ -174,19 +205,35 @@ def _rotate_and_store(
         offset = head * dim
         _rotate(b, dim, own.at(offset), [queries.at(offset)], cosines, sines, query_norm, a.epsilon, scale)
     slot = a.slots.at(token).load()
-    cached = a.cache.at(
-        (slot // shape.block_size) * shape.block_numbers
-        + kv_head * shape.head_numbers
-        + (slot % shape.block_size) * dim
-    )
+    cached = shape.keys_at(a.cache, slot // shape.block_size, kv_head, slot % shape.block_size)
     key = row.at((kv_head + shape.num_heads) * dim)
-    targets = [cached] if scale is not None else [cached, key]
-    _rotate(b, dim, key, targets, cosines, sines, key_norm, a.epsilon, None)
     value = key.at(shape.num_kv_heads * dim)
-    cached_value = cached.at(shape.num_kv_heads * shape.head_numbers)
-    lanes = lanes_of(dim)
+    turned = cached.numbers if shape.quantized is None else b.scratch(dim)
+    targets = [turned] if scale is not None else [turned, key]
+    _rotate(b, dim, key, targets, cosines, sines, key_norm, a.epsilon, None)
+    if shape.quantized is not None:
+        quantize(b, turned, cached, dim)
+        quantize(b, value, shape.values_beside(cached), dim)
+        return
+    cached_value, lanes = shape.values_beside(cached).numbers, lanes_of(dim)
     for i in range(0, dim, lanes):
         cached_value.at(i).store(value.at(i).load(lanes))
+
+
+def quantize(b: Builder, source: Pointer, target: Vectors, dim: int) -> None:
+    """Writes one vector of `dim` numbers with its scale; see `kv_quantization`."""
+    numbers, scale = target
+    assert scale is not None
+    limit, lanes = LIMITS[numbers.element.dtype], lanes_of(dim)
+    parts = {i: source.at(i).load(lanes) for i in range(0, dim, lanes)}
+    largest = poison = b.number(0.0, lanes)
+    for part in parts.values():
+        largest = b.maximum(largest, b.abs(part))
+        poison = poison + part * 0.0  # NaN if the part has NaN or infinity, which the maximum ignores
+    scale.store(b.maximum(b.max(largest) * (1.0 / limit), MIN_SCALE) + b.sum(poison))
+    inverse = b.number(1.0) / scale.load()
+    for i, part in parts.items():
+        numbers.at(i).store(b.minimum(b.maximum(part * inverse, -limit), limit))
 
 
 def _rotate(
@@ -233,18 +280,17 @@ def _attend(
     table = a.block_tables.at(sequence * a.table_width)
     first_token = scores.first_seen(b, seq_len - 1)
 
-    def keys_at(token: Value) -> Pointer:
+    def keys_at(token: Value) -> Vectors:
         block = table.at(token // shape.block_size).load()
-        in_block = kv_head * shape.head_numbers + (token % shape.block_size) * dim
-        return cache.at(block * shape.block_numbers + in_block)
+        return shape.keys_at(cache, block, kv_head, token % shape.block_size)
 
     with b.loop(first_token - first_token % tile, seq_len, tile) as token:
-        keys = keys_at(token)
-        values = keys.at(shape.num_kv_heads * shape.head_numbers)
+        found = keys_at(token)
+        (keys, key_scales), (values, value_scales) = found, shape.values_beside(found)
         ahead = token + TILES_AHEAD * tile
         next_keys = keys_at(b.select(ahead < seq_len, ahead, token))
-        next_values = next_keys.at(shape.num_kv_heads * shape.head_numbers)
-        if shape.element is not ElementType.FLOAT32 and group > 1:
+        nexts = next_keys.numbers, shape.values_beside(next_keys).numbers
+        if shape.cache_element is not ElementType.FLOAT32 and group > 1:
             keys, values = (widened(b, each, tile * dim) for each in (keys, values))
         lane_tokens = b.lane_numbers(tile) + token if tile > 1 else token
         visible = lane_tokens < seq_len
@@ -252,12 +298,14 @@ def _attend(
             visible = visible & (lane_tokens >= first_token)
         share = -(-tile * dim // group)  # asked for between products: more at once would wait for each other
         with b.loop(0, group) as head:
-            for each in (next_keys, next_values):
+            for each in nexts:
                 b.prefetch(each.at(head * share), share, near=False)
             dots = _dots(b, queries.at(head * dim), keys, dim, tile)
+            if key_scales is not None:
+                dots = dots * key_scales.load(tile)
             if scores.softcap is not None:
                 dots = b.tanh(dots * (1.0 / scores.softcap)) * scores.softcap
-            state.take(head, b.select(visible, dots, HIDDEN), visible)
+            state.take(head, b.select(visible, dots, HIDDEN), visible, value_scales)
         heads = max(count for count in range(1, MAX_HEADS + 1) if group % count == 0)
         with b.loop(0, group, heads) as first_head:
             add_values(b, state, first_head, heads, values, dim)
@@ -291,8 +339,9 @@ class SoftmaxState:
         with b.loop(0, group * dim, lanes) as i:
             self.total.at(i).store(b.number(0.0, lanes))
 
-    def take(self, head: Value, scores: Value, visible: Value) -> None:
-        """Turns a tile's scores into weights."""
+    def take(self, head: Value, scores: Value, visible: Value, scales: Pointer | None = None) -> None:
+        """Turns a tile's scores into weights. `scales`: of the tile's values, by which what they are multiplied with is
+        to be multiplied."""
         b = self._b
         before = self._maxima.at(head).load()
         maximum = b.maximum(before, b.max(scores))
@@ -300,7 +349,8 @@ class SoftmaxState:
         weights = b.select(visible, b.exp(scores - maximum), 0.0)
         self._maxima.at(head).store(maximum)
         self.factors.at(head).store(factor)
-        self.weights.at(head * self.tile).store(weights)
+        scaled = weights if scales is None else b.select(visible, weights * scales.load(self.tile), 0.0)
+        self.weights.at(head * self.tile).store(scaled)
         sums = self._sums.at(head * self.tile)
         sums.store(sums.load(self.tile) * factor + weights)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from common.engine.devices.cpu.kernels.attention import CacheShape, Scores
+from common.engine.devices.cpu.kernels.attention import CacheShape, Scores, Vectors
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 from common.engine.devices.cpu.kernels.pairs import load_interleaved, paired
@@ -75,13 +75,13 @@ def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) ->
         rows.load()
         with b.loop(rows.first_key(), rows.end, rows.num_keys) as key:
             runs = [rows.keys_at(key + start) for start in range(0, rows.num_keys, _RUN)]
-            rows.score(runs)
+            rows.score(rows.plain(runs))
             has_shrunk = rows.weigh(key)
-            rows.add_values([run.at(shape.num_kv_heads * shape.head_numbers) for run in runs], has_shrunk)
+            rows.add_values(rows.plain([shape.values_beside(run) for run in runs]), has_shrunk)
         rows.store()
 
     ints = ElementType.INT64
-    pointers = {"cache": shape.element, "query": shape.element, "out": shape.element, "seq_lens": ints}
+    pointers = {"cache": shape.cache_element, "query": shape.element, "out": shape.element, "seq_lens": ints}
     pointers |= {"block_tables": ints, "sinks": _FLOATS, "configuration": ints}
     numbers = ("query_stride", "num_tokens", "num_tiles", "table_width")
     return Kernel("chunk_attention", pointers | dict.fromkeys(numbers), body)
@@ -124,6 +124,8 @@ class _Rows(ABC):
         self.scores = b.scratch(self.num_keys * num_rows)  # [keys, rows]
         self.totals = b.scratch(dim * num_rows)  # of weighted values, [head_dim, rows]
         self.factors = b.scratch(num_rows)  # that shrink totals as the maximum grows
+        if shape.quantized is not None:
+            self._restored = b.scratch(self.num_keys * dim).of(shape.element)
         self._positions, self._firsts, self._sinks = (b.scratch(num_rows) for _ in range(3))
         self._maxima, self._sums = b.scratch(num_rows), b.scratch(num_rows)
         # Weights are powers of two, so that scaling a score and subtracting the maximum is one operation.
@@ -167,14 +169,30 @@ class _Rows(ABC):
         first = self._scores.first_seen(self.b, self._position(self.b.number(0)))
         return first - first % self.num_keys
 
-    def keys_at(self, token: Value) -> Pointer:
+    def keys_at(self, token: Value) -> Vectors:
         """Keys of the tokens from a multiple of _RUN on; of the sequence's last ones if there are no such."""
         shape, chunk = self.shape, self.chunk
         last = chunk.seq_len - 1
         token = self.b.select(token < chunk.seq_len, token, last - last % _RUN)
         block = chunk.block_table.at(token // shape.block_size).load()
-        in_block = self._kv_head * shape.head_numbers + token % shape.block_size * shape.head_dim
-        return chunk.cache.at(block * shape.block_numbers + in_block)
+        return shape.keys_at(chunk.cache, block, self._kv_head, token % shape.block_size)
+
+    def plain(self, runs: Sequence[Vectors]) -> list[Pointer]:
+        """Runs of keys, or of values, as numbers of the type of queries. Valid until the next call."""
+        return [self._restored_run(run, i) for i, run in enumerate(runs)]
+
+    def _restored_run(self, run: Vectors, index: int) -> Pointer:
+        numbers, scales = run
+        if scales is None:
+            return numbers
+        dim = self.shape.head_dim
+        target = self._restored.at(index * _RUN * dim)
+        with self.b.loop(0, _RUN) as key:
+            scale = self.b.number(scales.at(key).load(), MAX_LANES)
+            for i in range(0, dim, MAX_LANES):
+                place = key * dim + i
+                target.at(place).store(numbers.at(place).load(MAX_LANES) * scale)
+        return target
 
     def load(self) -> None:
         """Reads the queries, and begins."""

@@ -1,8 +1,9 @@
 """The language of the CPU kernels: integers, float32 numbers and vectors, over LLVM's IR builder.
 
 Python runs while a kernel is built: a Python loop is unrolled, `Builder.loop` is a loop of the kernel. Memory holds
-float32, bfloat16, or int8 that is only read; a load gives float32, a store rounds to the nearest even number. Products
-and sums may be contracted to fused multiply-adds, and are never reordered.
+float32, bfloat16, float8 or int8; a load gives float32, a store rounds to the nearest even number. What is stored as
+float8 or int8 must be within its range. Products and sums may be contracted to fused multiply-adds, and are never
+reordered.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _MIN_LANES = 4  # of a vector; LLVM 22 generates wrong code for some shuffles of
 _INT = ir.IntType(64)
 INT32 = ir.IntType(32)
 _BYTE = ir.IntType(8)
+_HALF_BITS = ir.IntType(16)
 FLOAT = ir.FloatType()
 _POINTER = ir.PointerType()
 _CONTRACT = ("contract",)
@@ -38,12 +40,24 @@ _CACHE_LINE = 64  # bytes; scratch memory begins at one
 
 
 class ElementType(enum.Enum):
-    """Type of the numbers in memory; the value is their size in bytes."""
+    """Type of the numbers in memory."""
 
-    FLOAT32 = 4
-    BFLOAT16 = 2
-    INT8 = 1
-    INT64 = 8
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8_e4m3fn"
+    INT8 = "int8"
+    INT64 = "int64"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of tensors of such numbers."""
+        found: torch.dtype = getattr(torch, self.value)
+        return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return self.dtype.itemsize
 
 
 def element_type_of(dtype: torch.dtype) -> ElementType:
@@ -51,12 +65,7 @@ def element_type_of(dtype: torch.dtype) -> ElementType:
     return _ELEMENT_TYPES[dtype]
 
 
-_ELEMENT_TYPES = {
-    torch.float32: ElementType.FLOAT32,
-    torch.bfloat16: ElementType.BFLOAT16,
-    torch.int8: ElementType.INT8,
-    torch.int64: ElementType.INT64,
-}
+_ELEMENT_TYPES = {each.dtype: each for each in ElementType}
 
 
 def lanes_of(size: int) -> int:
@@ -145,7 +154,7 @@ class Pointer:
 
     def at(self, index: Operand) -> Pointer:
         """Address `index` numbers further on."""
-        offset = (self.builder.number(index) * self.element.value).node
+        offset = (self.builder.number(index) * self.element.size).node
         address = self.builder.ir.gep(self.address, [offset], source_etype=_BYTE)
         return Pointer(self.builder, address, self.element)
 
@@ -168,7 +177,7 @@ class Pointer:
 
     def shared(self) -> Value:
         """The integer, which other threads change."""
-        return Value(self.builder, self.builder.ir.load_atomic(self.address, "seq_cst", self.element.value, typ=_INT))
+        return Value(self.builder, self.builder.ir.load_atomic(self.address, "seq_cst", self.element.size, typ=_INT))
 
     def share(self, value: Operand) -> None:
         """Writes an integer that other threads read."""
@@ -322,6 +331,8 @@ class Builder:
                 return Value(self, self.ir.bitcast(wide, like(FLOAT, lanes)))
             case ElementType.FLOAT32:
                 return Value(self, self.read(pointer, FLOAT, lanes))
+            case ElementType.FLOAT8:
+                return self._widened_float8(self.read(pointer, _BYTE, lanes), lanes)
             case ElementType.INT8:
                 return Value(self, self.ir.sitofp(self.read(pointer, _BYTE, lanes), like(FLOAT, lanes)))
             case ElementType.INT64:
@@ -329,15 +340,21 @@ class Builder:
 
     def store(self, pointer: Pointer, value: Value) -> None:
         """See Pointer.store."""
-        node = value.node
-        if pointer.element is ElementType.BFLOAT16:
-            node = self._rounded_to_bfloat16(value)
-        self.ir.store(node, pointer.address, align=pointer.element.value)
+        match pointer.element:
+            case ElementType.BFLOAT16:
+                node = self._rounded_to_bfloat16(value)
+            case ElementType.FLOAT8:
+                node = self._rounded_to_float8(value)
+            case ElementType.INT8:
+                node = self._to_bytes(self._rounded(value))
+            case _:
+                node = value.node
+        self.ir.store(node, pointer.address, align=pointer.element.size)
 
     def prefetch(self, pointer: Pointer, count: int, *, near: bool = True) -> None:
         """Asks for `count` numbers to be brought into the core's first cache, or not `near`, into its second."""
         to_read, keep, data = ir.Constant(INT32, 0), ir.Constant(INT32, 3 if near else 2), ir.Constant(INT32, 1)
-        for i in range(0, count, _CACHE_LINE // pointer.element.value):
+        for i in range(0, count, _CACHE_LINE // pointer.element.size):
             self.intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer.at(i).address, to_read, keep, data])
 
     def intrinsic(self, name: str, result: Any, operands: Sequence[Any]) -> Any:
@@ -347,7 +364,7 @@ class Builder:
 
     def read(self, pointer: Pointer, kind: Any, lanes: int) -> Any:
         """A load instruction: one number as memory holds it, or a vector of the next `lanes`."""
-        return self.ir.load(pointer.address, typ=like(kind, lanes), align=pointer.element.value)
+        return self.ir.load(pointer.address, typ=like(kind, lanes), align=pointer.element.size)
 
     def _rounded_to_bfloat16(self, value: Value) -> Any:
         """The upper halves, rounded to even. A NaN stays one."""
@@ -360,6 +377,36 @@ class Builder:
         kept = self.ir.select(not_a_number, constant(INT32, 0x7FC00000, lanes), rounded)
         return self.ir.trunc(self.ir.lshr(kept, constant(INT32, 16, lanes)), like(ir.IntType(16), lanes))
 
+    def _widened_float8(self, byte: Any, lanes: int) -> Value:
+        """By way of half-precision numbers, which have the same sign and fraction and one more bit of the exponent.
+        What stands for NaN becomes 480."""
+        wide = self.ir.zext(byte, like(_HALF_BITS, lanes))
+        sign = self.ir.shl(self.ir.and_(wide, constant(_HALF_BITS, 0x80, lanes)), constant(_HALF_BITS, 8, lanes))
+        rest = self.ir.shl(self.ir.and_(wide, constant(_HALF_BITS, 0x7F, lanes)), constant(_HALF_BITS, 7, lanes))
+        half = self.ir.bitcast(self.ir.or_(sign, rest), like(ir.HalfType(), lanes))
+        return Value(self, self.ir.fpext(half, like(FLOAT, lanes))) * 256.0
+
+    def _rounded_to_float8(self, value: Value) -> Any:
+        """Bytes of numbers from -448 to 448. Those below the smallest normal one, 2**-6, are multiples of 2**-9."""
+        lanes = value.lanes
+        bits = self.ir.bitcast(value.node, like(INT32, lanes))
+        sign = self.ir.and_(self.ir.lshr(bits, constant(INT32, 24, lanes)), constant(INT32, 0x80, lanes))
+        size = self.ir.and_(bits, constant(INT32, 0x7FFFFFFF, lanes))
+        odd = self.ir.and_(self.ir.lshr(size, constant(INT32, 20, lanes)), constant(INT32, 1, lanes))
+        rounded = self.ir.add(self.ir.add(size, constant(INT32, 0x7FFFF, lanes)), odd)
+        biased = self.ir.sub(self.ir.lshr(rounded, constant(INT32, 20, lanes)), constant(INT32, 120 << 3, lanes))
+        magnitude = Value(self, self.ir.bitcast(size, like(FLOAT, lanes)))
+        multiple = self.ir.fptosi(self._rounded(magnitude * 512.0).node, like(INT32, lanes))
+        whole = self.ir.select((magnitude < 2.0**-6).node, multiple, biased)
+        return self.ir.trunc(self.ir.or_(sign, whole), like(_BYTE, lanes))
+
+    def _rounded(self, value: Value) -> Value:
+        return self._intrinsic("llvm.rint", [value])
+
+    def _to_bytes(self, whole: Value) -> Any:
+        """Bytes of whole numbers."""
+        return self.ir.trunc(self.ir.fptosi(whole.node, like(INT32, whole.lanes)), like(_BYTE, whole.lanes))
+
     def real(self, integer: Value) -> Value:
         """The integer, or a vector of them, as float32."""
         return Value(self, self.ir.sitofp(integer.node, like(FLOAT, integer.lanes)))
@@ -371,6 +418,10 @@ class Builder:
     def sqrt(self, value: Value) -> Value:
         """The square root."""
         return self._intrinsic("llvm.sqrt", [value])
+
+    def abs(self, value: Value) -> Value:
+        """The size of a number."""
+        return self._intrinsic("llvm.fabs", [value])
 
     def maximum(self, first: Value, second: Operand) -> Value:
         """The larger one; of a number and NaN the number."""
@@ -385,7 +436,7 @@ class Builder:
         of Cephes' expf."""
         lanes = value.lanes
         clamped = self.minimum(self.maximum(value, -87.5), 88.0)
-        power = self._intrinsic("llvm.rint", [clamped * 1.44269504088896341])
+        power = self._rounded(clamped * 1.44269504088896341)
         rest = self.fma(power, self.number(-0.693359375, lanes), clamped)
         rest = self.fma(power, self.number(2.12194440e-4, lanes), rest)
         sum_ = self.number(1.9875691500e-4, lanes)
@@ -400,7 +451,7 @@ class Builder:
         lanes = value.lanes
         can_scale = lanes == _SCALED_LANES
         value = value if can_scale else self.maximum(value, -150.0)
-        power = self._intrinsic("llvm.rint", [value])
+        power = self._rounded(value)
         rest = value - power
         sum_ = self.number(_EXP2[degree][0], lanes)
         for coefficient in (*_EXP2[degree][1:], 1.0):

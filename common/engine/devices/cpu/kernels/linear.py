@@ -50,7 +50,7 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel
     """
     pair = pair_of(element)
     piece = _PIECE * pair
-    part = max(piece, _PART // (block * element.value) // piece * piece)
+    part = max(piece, _PART // (block * element.size) // piece * piece)
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weight = a.weight.at(task * a.in_features * block)

@@ -110,4 +110,4 @@ def _call(b: Builder, name: str, tiles: Sequence[int], operands: Sequence[Any]) 
 
 
 def _bytes(pointer: Pointer, count: Operand) -> Any:
-    return (pointer.builder.number(count) * pointer.element.value).node
+    return (pointer.builder.number(count) * pointer.element.size).node

@@ -57,6 +57,25 @@ def test_bfloat16_is_rounded_as_torch_rounds_it():
     torch.testing.assert_close(out, inputs.bfloat16(), atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_bytes_are_read_and_rounded_as_torch_does_it(dtype):
+    limit = 448 if dtype == torch.float8_e4m3fn else 127
+    inputs = torch.cat([torch.randn(16 * 500) * 10.0**e for e in range(-5, 4)]).clamp(-limit, limit)
+    inputs[:6] = torch.tensor([-0.0, 2.0**-10, 1.5 * 2.0**-9, 17.0, 19.0, 2.5])  # ties
+    out = mapped(lambda b, x: x, inputs, torch.empty(inputs.shape, dtype=dtype))
+    expected = (inputs.round() if dtype == torch.int8 else inputs).to(dtype)
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+
+    def body(b, task, a):
+        a.out.at(task * 16).store(a.inputs.at(task * 16).load(16))
+
+    kernel = Kernel("widened", {"inputs": element_type_of(dtype), "out": FLOAT32}, body)
+    every, found = torch.arange(256, dtype=torch.uint8).view(dtype), torch.empty(256)
+    Call(kernel, inputs=every.data_ptr(), out=found.data_ptr()).run(16, 1)
+    is_number = ~every.float().isnan()
+    assert torch.equal(found[is_number], every.float()[is_number])
+
+
 def test_sums_of_many_vectors_at_once():
     inputs = torch.randn(16, 16)
     out = torch.empty(16)
