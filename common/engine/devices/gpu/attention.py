@@ -20,6 +20,7 @@ from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, HeadNorms, KVSpec, ProjectedArgs, Rotary
 from common.engine.devices.gpu.kernels.attention import attend_kernel, join_parts_kernel
 from common.engine.devices.gpu.kernels.elementwise import prepare_kernel, store_kernel
+from common.engine.devices.kv_quantization import LIMITS, head_dim_of
 
 IS_INTERPRETED = isinstance(attend_kernel, InterpretedFunction)
 
@@ -62,7 +63,11 @@ class TritonAttention:
     reads_whole_blocks = False
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        _, num_layers, _, num_kv_heads, block_size, self._row_numbers = kv_cache.shape
+        head_dim = head_dim_of(kv_cache)
+        self._limit = LIMITS.get(kv_cache.dtype, 0.0)
+        if kv_cache.dtype == torch.float8_e4m3fn:
+            kv_cache = kv_cache.view(torch.uint8)
         self._num_kv_heads = num_kv_heads
         self._block_size = block_size
         self._head_dim = head_dim
@@ -99,6 +104,8 @@ class TritonAttention:
             HEAD_DIM=self._head_dim,
             PADDED_DIM=self._padded_dim,
             BLOCK_SIZE=self._block_size,
+            ROW=self._row_numbers,
+            LIMIT=self._limit,
             HAS_VALUES=True,
             num_warps=1,
         )
@@ -137,6 +144,8 @@ class TritonAttention:
             HEAD_DIM=self._head_dim,
             PADDED_HALF=triton.next_power_of_2(self._head_dim // 2),
             BLOCK_SIZE=self._block_size,
+            ROW=self._row_numbers,
+            LIMIT=self._limit,
             HAS_NORMS=projected.norms is not None,
             num_warps=4,
         )
@@ -209,6 +218,8 @@ class TritonAttention:
             HEAD_DIM=self._head_dim,
             PADDED_DIM=self._padded_dim,
             BLOCK_SIZE=self._block_size,
+            ROW=self._row_numbers,
+            LIMIT=self._limit,
             ROWS=tile.rows,
             KEYS=tile.keys,
             PARTS=parts,
@@ -223,10 +234,10 @@ class TritonAttention:
         )
 
     def _decode_tile(self, group: int, dtype: torch.dtype) -> Tile:
-        return decode_tile(group, self._head_dim, dtype)
+        return decode_tile(group, self._head_dim, dtype, is_quantized=self._limit > 0)
 
     def _chunk_tile(self, group: int, dtype: torch.dtype) -> Tile:
-        return chunk_tile(group, self._head_dim, dtype)
+        return chunk_tile(group, self._head_dim, dtype, is_quantized=self._limit > 0)
 
     def _num_parts(self, num_decodes: int) -> int:
         """A power of two, so that few variants are compiled."""
@@ -249,10 +260,10 @@ class BatchInvariantTritonAttention(TritonAttention):
     decodes and chunks take the same keys at a time, in tiles of one shape, and decodes are not split."""
 
     def _decode_tile(self, group: int, dtype: torch.dtype) -> Tile:
-        return batch_invariant_tile(group, self._head_dim, dtype)
+        return batch_invariant_tile(group, self._head_dim, dtype, is_quantized=self._limit > 0)
 
     def _chunk_tile(self, group: int, dtype: torch.dtype) -> Tile:
-        return batch_invariant_tile(group, self._head_dim, dtype)
+        return batch_invariant_tile(group, self._head_dim, dtype, is_quantized=self._limit > 0)
 
     def _num_parts(self, num_decodes: int) -> int:
         return 1
@@ -278,31 +289,43 @@ def cut_chunks(batch: AttentionMetadata, num_tokens: int) -> np.ndarray[Any, np.
     return np.ascontiguousarray(tiles[np.argsort(-tiles[:, 3], kind="stable")])
 
 
-def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """Returns the tile for one query token of each sequence. Found with `benchmarks.gpu_kernels --sweep` on an H100."""
+def decode_tile(group: int, head_dim: int, dtype: torch.dtype, *, is_quantized: bool = False) -> Tile:
+    """Returns the tile for one query token of each sequence. Found with `benchmarks.gpu_kernels --sweep` on an H100,
+    but for quantised KV: there it is the largest of these that fits the registers, as compiled for GPUs from 80 on."""
     rows = max(MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
+        if is_quantized:
+            return _restored_tile(rows, head_dim)
         return Tile(rows, 32 if head_dim <= 64 else 16, 4, 2)
     return Tile(rows, 32 if head_dim > 128 else 64, 4, 2)
 
 
-def chunk_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+def chunk_tile(group: int, head_dim: int, dtype: torch.dtype, *, is_quantized: bool = False) -> Tile:
     """Returns the tile for chunks of prompts; see `decode_tile`."""
     least = max(MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
+        if is_quantized:
+            return _restored_tile(least, head_dim)
         return Tile(max(least, 32), 32, 4, 2) if head_dim <= 64 else Tile(max(least, 32), 16, 8, 2)
     if head_dim > 128:
         return Tile(max(least, 64), 32, 8, 2)
-    return Tile(max(least, 128), 128, 8, 2)
+    return Tile(max(least, 64), 64, 8, 2) if is_quantized else Tile(max(least, 128), 128, 8, 2)
 
 
-def batch_invariant_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+def batch_invariant_tile(group: int, head_dim: int, dtype: torch.dtype, *, is_quantized: bool = False) -> Tile:
     """Returns the tile for decodes and chunks alike. The kernel takes as many keys at a time where it masks some, which
     it does with up to 64."""
     least = max(MIN_DOT, triton.next_power_of_2(group))
     if dtype == torch.float32:
+        if is_quantized:
+            return _restored_tile(least, head_dim)
         return Tile(least, 32 if head_dim <= 64 else 16, 4, 2)
     return Tile(max(least, 64), 32 if head_dim > 128 else 64, 4, 2)
+
+
+def _restored_tile(rows: int, head_dim: int) -> Tile:
+    """Returns the tile for float32 numbers that are restored: they are in registers when they are multiplied."""
+    return Tile(rows, 32 if head_dim <= 64 else 16, 8, 2)
 
 
 def runs_on(device: torch.device) -> bool:

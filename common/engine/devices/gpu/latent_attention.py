@@ -72,6 +72,8 @@ class TritonLatentAttention(TorchLatentAttention):
             HEAD_DIM=self._head_dim,
             PADDED_DIM=triton.next_power_of_2(self._head_dim),
             BLOCK_SIZE=self._block_size,
+            ROW=self._head_dim,
+            LIMIT=0.0,
             HAS_VALUES=False,
             num_warps=1,
         )

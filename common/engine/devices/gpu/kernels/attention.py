@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from common.engine.devices.gpu.kernels.quantized import numbers_of, scales_at
+
 
 @triton.jit(
     do_not_specialize=["table_width", "query_stride"],
@@ -39,6 +41,8 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,  # power of two
     BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,  # numbers that a token takes in a head's run: HEAD_DIM, and its scale
+    LIMIT: tl.constexpr,  # see `quantized`
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -94,7 +98,7 @@ def attend_kernel(
             total += 1.0
     values = tl.zeros([ROWS, PADDED_DIM], tl.float32)
 
-    keys_of_head = cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    keys_of_head = cache + kv_head * (BLOCK_SIZE * ROW)
     table = block_tables + sequence * table_width
     masked_from = begin
     if WINDOW == 0:  # all rows see the keys up to the first one's own
@@ -103,13 +107,15 @@ def attend_kernel(
         for start in range(begin, masked_from, KEYS):
             best, total, values = _take_keys(
                 best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, IS_CHUNKED, SOFTCAP, FACTOR_TYPE, False,
+                NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, ROW, LIMIT, KEYS, WINDOW, IS_CHUNKED, SOFTCAP,
+                FACTOR_TYPE, False,
             )  # fmt: skip
     MASKED_KEYS: tl.constexpr = KEYS if KEYS <= 64 else 64  # masks take registers
     for start in range(masked_from, end, MASKED_KEYS):
         best, total, values = _take_keys(
             best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, MASKED_KEYS, WINDOW, IS_CHUNKED, SOFTCAP, FACTOR_TYPE, True,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, ROW, LIMIT, MASKED_KEYS, WINDOW, IS_CHUNKED, SOFTCAP,
+            FACTOR_TYPE, True,
         )  # fmt: skip
 
     is_stored = is_row[:, None] & is_dim[None, :]
@@ -134,8 +140,8 @@ def _first_seen(positions, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr):
 def _take_keys(
     best, total, values, q, positions, keys_of_head, table, start, end, scale, block_stride, dims,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    FACTOR_TYPE: tl.constexpr, IS_MASKED: tl.constexpr,
+    ROW: tl.constexpr, LIMIT: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, FACTOR_TYPE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The next KEYS keys, from `start` on, of those before `end`."""
     tokens = start + tl.arange(0, KEYS)
@@ -144,8 +150,9 @@ def _take_keys(
         blocks = tl.load(table + tokens // BLOCK_SIZE, mask=is_token, other=0)
     else:
         blocks = tl.load(table + tokens // BLOCK_SIZE)
-    token_keys = keys_of_head + blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM
-    token_values = token_keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    runs = keys_of_head + blocks * block_stride
+    token_keys = runs + (tokens % BLOCK_SIZE) * HEAD_DIM
+    token_values = token_keys + NUM_KV_HEADS * BLOCK_SIZE * ROW
     key_addresses = token_keys[None, :] + dims[:, None]
     value_addresses = token_values[:, None] + dims[None, :]
     if IS_MASKED or HEAD_DIM != PADDED_DIM:
@@ -153,7 +160,10 @@ def _take_keys(
         keys = tl.load(key_addresses, mask=is_token[None, :] & is_dim[:, None], other=0.0)
     else:
         keys = tl.load(key_addresses)
-    scores = tl.dot(q, keys.to(FACTOR_TYPE), input_precision="ieee")
+    scores = tl.dot(q, numbers_of(keys, LIMIT).to(FACTOR_TYPE), input_precision="ieee")
+    if LIMIT > 0.0:
+        key_scales = scales_at(runs, BLOCK_SIZE, HEAD_DIM) + tokens % BLOCK_SIZE
+        scores *= tl.load(key_scales, mask=is_token, other=0.0).to(tl.float32)[None, :]
     factor = scale * 1.4426950408889634
     if SOFTCAP > 0.0:
         scores = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * factor / SOFTCAP)) + 1.0)  # tanh
@@ -177,8 +187,12 @@ def _take_keys(
         read = tl.load(value_addresses, mask=is_token[:, None] & is_dim[None, :], other=0.0)
     else:
         read = tl.load(value_addresses)
+    if LIMIT > 0.0:
+        value_scales = scales_at(runs + NUM_KV_HEADS * BLOCK_SIZE * ROW, BLOCK_SIZE, HEAD_DIM) + tokens % BLOCK_SIZE
+        weights *= tl.load(value_scales, mask=is_token, other=0.0).to(tl.float32)[None, :]
     values = values * shrink[:, None]
-    values = tl.dot(weights.to(FACTOR_TYPE), read.to(FACTOR_TYPE), acc=values, input_precision="ieee")
+    factors = numbers_of(read, LIMIT).to(FACTOR_TYPE)
+    values = tl.dot(weights.to(FACTOR_TYPE), factors, acc=values, input_precision="ieee")
     return new_best, total, values
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from common.engine.devices.gpu.kernels.quantized import bytes_of, scale_of, scales_at
+
 
 @triton.jit
 def add_norm_kernel(
@@ -64,6 +66,8 @@ def prepare_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_HALF: tl.constexpr,  # of a head's dimensions
     BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,  # numbers that a token takes in a head's run: HEAD_DIM, and its scale
+    LIMIT: tl.constexpr,  # see `quantized`
     HAS_NORMS: tl.constexpr,
 ):
     """Norms of queries and keys, rotary embedding, and keys and values to their slots. Grid: (tokens,)."""
@@ -101,18 +105,28 @@ def prepare_kernel(
         second * tl.load(cosines + turn + HALF, mask=is_half, other=0.0)[None, :]
         + first * tl.load(sines + turn + HALF, mask=is_half, other=0.0)[None, :]
     )
-    turned_first = turned_first.to(qkv.dtype.element_ty)
-    turned_second = turned_second.to(qkv.dtype.element_ty)
     is_own = is_number & is_query[:, None]
-    tl.store(row + places, turned_first, mask=is_own)
-    tl.store(row + places + HALF, turned_second, mask=is_own)
+    tl.store(row + places, turned_first.to(qkv.dtype.element_ty), mask=is_own)
+    tl.store(row + places + HALF, turned_second.to(qkv.dtype.element_ty), mask=is_own)
     slot = tl.load(slots + token)
-    target = cache + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * HEAD_DIM
     # Keys of all heads, then values of all heads, a block's run of tokens for each.
-    cached = (heads - NUM_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + halves[None, :]
-    is_cached = is_number & (heads >= NUM_HEADS)[:, None] & (slot >= 0)
-    tl.store(target + cached, tl.where(is_value[:, None], plain_first, turned_first), mask=is_cached)
-    tl.store(target + cached + HALF, tl.where(is_value[:, None], plain_second, turned_second), mask=is_cached)
+    runs = cache + slot // BLOCK_SIZE * block_stride + (heads - NUM_HEADS) * (BLOCK_SIZE * ROW)
+    cached = runs[:, None] + slot % BLOCK_SIZE * HEAD_DIM + halves[None, :]
+    is_kept = (heads >= NUM_HEADS) & (heads < ALL_HEADS) & (slot >= 0)
+    is_cached = is_kept[:, None] & is_half[None, :]
+    kept_first = tl.where(is_value[:, None], plain_first.to(tl.float32), turned_first)
+    kept_second = tl.where(is_value[:, None], plain_second.to(tl.float32), turned_second)
+    if LIMIT > 0.0:
+        largest = tl.maximum(tl.max(tl.abs(kept_first), axis=1), tl.max(tl.abs(kept_second), axis=1))
+        poison = tl.sum(kept_first * 0.0 + kept_second * 0.0, axis=1)
+        scale = scale_of(largest, poison, LIMIT)
+        scale_addresses = scales_at(runs, BLOCK_SIZE, HEAD_DIM) + slot % BLOCK_SIZE
+        tl.store(scale_addresses, scale.to(tl.bfloat16), mask=is_kept)
+        tl.store(cached, bytes_of(kept_first, scale[:, None], LIMIT), mask=is_cached)
+        tl.store(cached + HALF, bytes_of(kept_second, scale[:, None], LIMIT), mask=is_cached)
+    else:
+        tl.store(cached, kept_first.to(cache.dtype.element_ty), mask=is_cached)
+        tl.store(cached + HALF, kept_second.to(cache.dtype.element_ty), mask=is_cached)
 
 
 @triton.jit(do_not_specialize=["key_stride", "value_stride"], do_not_specialize_on_alignment=["slots"])
@@ -130,6 +144,8 @@ def store_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,  # see `prepare_kernel`, as for the next
+    LIMIT: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ):
     """Keys and values to their slots. Grid: (tokens, KV heads)."""
@@ -138,9 +154,24 @@ def store_kernel(
     dims = tl.arange(0, PADDED_DIM)
     slot = tl.load(slots + token)
     is_stored = (dims < HEAD_DIM) & (slot >= 0)
-    target = cache + slot // BLOCK_SIZE * block_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + dims
+    run = cache + slot // BLOCK_SIZE * block_stride + head * (BLOCK_SIZE * ROW)
     read = tl.load(key + token * key_stride + head * key_head_stride + dims, mask=is_stored, other=0.0)
-    tl.store(target, read, mask=is_stored)
+    _store_vector(read, run, slot, dims, is_stored, HEAD_DIM, BLOCK_SIZE, LIMIT)
     if HAS_VALUES:
         read = tl.load(value + token * value_stride + head * value_head_stride + dims, mask=is_stored, other=0.0)
-        tl.store(target + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, read, mask=is_stored)
+        run += NUM_KV_HEADS * BLOCK_SIZE * ROW
+        _store_vector(read, run, slot, dims, is_stored, HEAD_DIM, BLOCK_SIZE, LIMIT)
+
+
+@triton.jit
+def _store_vector(
+    vector, run, slot, dims, is_stored, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr
+):
+    target = run + slot % BLOCK_SIZE * HEAD_DIM + dims
+    if LIMIT > 0.0:
+        vector = vector.to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(vector), axis=0), tl.sum(vector * 0.0, axis=0), LIMIT)
+        tl.store(scales_at(run, BLOCK_SIZE, HEAD_DIM) + slot % BLOCK_SIZE, scale.to(tl.bfloat16), mask=slot >= 0)
+        tl.store(target, bytes_of(vector, scale, LIMIT), mask=is_stored)
+    else:
+        tl.store(target, vector, mask=is_stored)

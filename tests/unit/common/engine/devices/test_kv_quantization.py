@@ -56,15 +56,17 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("args", ARGS, ids=["plain", "everything"])
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_attention_is_that_of_rounded_keys_and_values(
     backend: str,
     args: AttentionArgs,
     head_dim: int,
     dtype: torch.dtype,
     computed: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In two steps, of chunks and of decodes; backends write the same bytes."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
     for spans in ([(length - 1, length) for length in LENGTHS], CHUNKS):
         batch = batch_of(spans)
@@ -78,12 +80,20 @@ def test_attention_is_that_of_rounded_keys_and_values(
         keys, values = (rounded(each.double(), dtype) for each in (key, value))
         expected = plain.attend(LAYER, query.double(), keys, values, args).float()
         written = pack_written(kv_cache, batch, key, value, dtype)
-        found = {"torch": TorchAttention, "cpu": CpuAttention}[backend](kv_cache, computed)
+        found = create_backend(backend, kv_cache, computed)
         found.begin_step(batch)
         tolerance = 2e-5 if computed == torch.float32 else 0.03
         result = found.attend(LAYER, query, key, value, args).float()
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
         assert torch.equal(kv_cache.view(torch.uint8), written.view(torch.uint8))
+
+
+def create_backend(name, kv_cache, computed):
+    if name == "triton":
+        from common.engine.devices.gpu.attention import TritonAttention
+
+        return TritonAttention(kv_cache)
+    return {"torch": TorchAttention, "cpu": CpuAttention}[name](kv_cache, computed)
 
 
 def pack_written(kv_cache, batch, key, value, dtype):

@@ -8,6 +8,7 @@ the most that a program may have.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -23,6 +24,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from common.engine.contract.kv_groups import KV_SCALE_BYTES
 from common.engine.devices.gpu.attention import batch_invariant_tile, chunk_tile, decode_tile
 from common.engine.devices.gpu.kernels import attention, elementwise, latent_attention, linear, sampling, staging
 from common.engine.devices.gpu.latent_attention import latent_tile
@@ -46,6 +48,7 @@ INTEGERS = {
 }
 INTEGERS |= {"key_stride", "key_head_stride", "value_stride", "value_head_stride", "row_stride"}
 FLOATS = {"scale", "epsilon"}
+KEPT = {"": ("", 0.0), ", int8": ("*i8", 127.0), ", fp8": ("*u8", 448.0)}  # type of the cache, if it is another; limit
 INT64S = {"tiles", "seq_lens", "block_tables", "positions", "slots", "keys", "part_winner", "tokens", "counts", "rows"}
 INT64S |= {"input_ids", "to_input_ids", "to_positions", "to_slots", "to_seq_lens", "to_block_tables"}
 FLOAT32S = {"partial_out", "partial_weight", "hidden", "weight", "query_norm", "key_norm", "cosines", "sines"}
@@ -57,18 +60,19 @@ def cases(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str,
     """Name, kernel, constants and options."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         factor = tl.bfloat16 if name == "bf16" else tl.float32
-        for head_dim in (64, 128, 256):
+        for head_dim, kept in itertools.product((64, 128, 256), KEPT):
             for kind, find_tile in (("decode", decode_tile), ("chunk", chunk_tile), ("any", batch_invariant_tile)):
-                is_decode, tile = kind == "decode", find_tile(4, head_dim, dtype)
+                is_decode, tile = kind == "decode", find_tile(4, head_dim, dtype, is_quantized=kept != "")
                 constants = {
                     "NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "PADDED_DIM": head_dim, "BLOCK_SIZE": 16,
+                    **kept_as(kept, head_dim),
                     "ROWS": tile.rows, "KEYS": tile.keys, "PARTS": 8 if is_decode else 1, "WINDOW": 0,
                     "IS_CHUNKED": False, "SOFTCAP": 0.0,
                     "HAS_SINKS": False, "FACTOR_TYPE": factor,
                     "IS_DECODE": is_decode,
                 }  # fmt: skip
                 options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-                yield f"attend {kind} {name} {head_dim}", attention.attend_kernel, constants, options
+                yield f"attend {kind} {name} {head_dim}{kept}", attention.attend_kernel, constants, options
         for num_heads in (16, 128):
             tile = latent_tile(num_heads, dtype, capability)
             constants = {
@@ -87,11 +91,11 @@ def cases(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str,
     yield "add norm bf16", elementwise.add_norm_kernel, {"SIZE": 4096, "PADDED_SIZE": 4096}, {"num_warps": 8}
     yield "silu mul bf16", elementwise.silu_mul_kernel, {"SIZE": 12288, "NUMBERS": 1024}, {"num_warps": 4}
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "PADDED_HEADS": 64, "HEAD_DIM": 128, "PADDED_HALF": 64}
-    yield (
-        "prepare bf16", elementwise.prepare_kernel, heads | {"BLOCK_SIZE": 16, "HAS_NORMS": True}, {"num_warps": 4}
-    )  # fmt: skip
     store = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "BLOCK_SIZE": 16, "HAS_VALUES": True}
-    yield "store bf16", elementwise.store_kernel, store, {"num_warps": 1}
+    for kept in KEPT:
+        prepared = heads | {"BLOCK_SIZE": 16, "HAS_NORMS": True, **kept_as(kept, 128)}
+        yield f"prepare bf16{kept}", elementwise.prepare_kernel, prepared, {"num_warps": 4}
+        yield f"store bf16{kept}", elementwise.store_kernel, store | kept_as(kept, 128), {"num_warps": 1}
     sizes = {"NUM_TOKENS": 151936, "SIZE": sampling.NUMBERS}
     parts = {"PARTS": 38, "PADDED_PARTS": 64}
     yield "penalty fp32", sampling.penalty_kernel, sizes, {"num_warps": 4, "enable_fp_fusion": False}
@@ -102,8 +106,16 @@ def cases(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str,
     yield "stage decodes", staging.stage_decodes_kernel, {"BLOCKS": 128, "HAS_IDS": True}, {"num_warps": 4}
 
 
-def type_of(argument: str, element: str) -> str:
+def kept_as(kept: str, head_dim: int) -> dict[str, Any]:
+    """Constants of a cache with such numbers."""
+    _, limit = KEPT[kept]
+    return {"ROW": head_dim + (KV_SCALE_BYTES if limit else 0), "LIMIT": limit}
+
+
+def type_of(argument: str, element: str, cache: str) -> str:
     """In Triton's spelling."""
+    if argument == "cache" and cache:
+        return cache
     if argument in INTEGERS:
         return "i32"
     if argument in FLOATS:
@@ -132,7 +144,8 @@ def main() -> None:
             continue
         element = "fp32" if "fp32" in name else "bf16"
         names = kernel.arg_names
-        signature = {each: "constexpr" if each in constants else type_of(each, element) for each in names}
+        cache, _ = KEPT.get(f", {name.partition(', ')[2]}", KEPT[""])
+        signature = {each: "constexpr" if each in constants else type_of(each, element, cache) for each in names}
         attributes = {
             (index,): ALIGNED
             for index, each in enumerate(names)

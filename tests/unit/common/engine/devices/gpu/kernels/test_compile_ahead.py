@@ -10,10 +10,13 @@ KERNELS = [
     "attend decode bf16 128",
     "attend chunk bf16 128",
     "attend any bf16 128",
+    "attend decode bf16 128, int8",
+    "attend any bf16 128, fp8",
     "latents bf16 16",
     "latents bf16 128",
     "linear bf16",
     "prepare bf16",
+    "store bf16, int8",
     "add norm bf16",
     "draw bf16",
     "settle bf16",
@@ -42,6 +45,8 @@ def test_products_spill_no_registers_on_hopper():
         "attend decode bf16 128": 0,
         "attend chunk bf16 128": 0,
         "attend any bf16 128": 0,
+        "attend decode bf16 128, int8": 0,
+        "attend any bf16 128, fp8": 0,
         "latents bf16 16": 0,
         "linear bf16": 0,
     }
@@ -54,4 +59,4 @@ def test_every_kernel_compiles(capability):
     figures = compiled(capability)
     assert len(figures) > 20
     assert [name for name, each in figures.items() if each["shared"] > each["most_shared"]] == []
-    assert max(each["spilled"] for each in figures.values()) <= 128
+    assert max(each["spilled"] for each in figures.values()) <= 208  # in float32 over quantised heads of 256

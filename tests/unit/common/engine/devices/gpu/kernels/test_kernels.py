@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from common.engine.contract.kv_groups import Window
 from common.engine.devices.attention import AttentionArgs, AttentionMetadata, HeadNorms, ProjectedArgs, Rotary
+from common.engine.devices.kv_quantization import pack
 from common.engine.devices.torch.attention import TorchAttention
 
 NUM_LAYERS, LAYER, NUM_BLOCKS = 2, 1, 96
@@ -146,6 +147,30 @@ def test_projections_are_normed_turned_cached_and_attended(device, has_norms, he
     found = backend.attend_projections(LAYER, 0, qkv, ProjectedArgs(num_heads, ARGS["plain"], norms), rotary)
     torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
+def test_projections_are_quantised_as_keys_and_values_are(device, kept):
+    torch.manual_seed(0)
+    head_dim, num_heads, num_kv_heads = 80, 6, 2
+    plain, batch = filled_cache(device, torch.float32, head_dim, 16, num_kv_heads)
+    cache = pack(plain.nan_to_num(), kept)
+    num_tokens = len(batch.slot_mapping)
+    positions = torch.cat([torch.arange(*span) for span in SPANS]).to(device)
+    rotary = Rotary(torch.ones(128, head_dim, device=device), torch.zeros(128, head_dim, device=device), positions)
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=device)
+    parts = qkv.clone().view(1, num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=2)
+
+    other = cache.clone()
+    reference = triton_attention(other)
+    reference.begin_step(batch)
+    expected = reference.attend(LAYER, *parts, ARGS["plain"])
+    backend = triton_attention(cache)
+    backend.begin_step(batch)
+    found = backend.attend_projections(LAYER, 0, qkv, ProjectedArgs(num_heads, ARGS["plain"], None), rotary)
+    assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(found.view(expected.shape), expected)
 
 
 def turned(heads, rotary):
