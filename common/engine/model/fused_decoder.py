@@ -35,7 +35,7 @@ from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
 from common.engine.model.probe import ProbedModel
 from common.engine.model.ranks import together
 from common.engine.model.stages import Stage, device_of
-from common.engine.quantization.base import AnyLinear, QuantizedLinear, joined_bias
+from common.engine.quantization.base import AnyLinear, QuantizedLinear, can_join, joined_bias
 
 _MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -284,8 +284,9 @@ def _is_known_layer(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if not (_has_parts(attention, _ATTENTION_PARTS) or _has_parts(attention, _ATTENTION_PARTS | _HEAD_NORMS)):
         return False
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
-    is_known = all(map(_is_linear, linears)) and _gives_all(attention.o_proj) and _gives_all(mlp.down_proj)
+    projections, gates = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+    is_known = all(map(_is_linear, projections + gates)) and can_join(projections) and can_join(gates)
+    is_known = is_known and _gives_all(attention.o_proj) and _gives_all(mlp.down_proj)
     return type(mlp.act_fn).__name__ in _SILU and is_known
 
 

@@ -40,6 +40,8 @@ from common.engine.model.stages import Stage, whole_model
 from common.engine.model.stages import refused as refused_stages
 from common.engine.model.states import StateLayer, block_layers_of
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
+from common.engine.quantization.checkpoints.base import CheckpointFormat
+from common.engine.quantization.checkpoints.registry import find_format
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
 
@@ -103,9 +105,10 @@ def load_model(
     directory = model_directory(config)
     raw_config = read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
+    weight_format = find_format(raw_config)
     is_cut = ranks.size > 1 or links.num_stages > 1 or experts is not None
     if is_cut:
-        _check_weights(raw_config)
+        _check_weights(raw_config, weight_format)
     weight_files = find_weights(directory)
     own_ranks, ranks = ranks, device.collectives(ranks)
     if experts is not None:
@@ -115,10 +118,13 @@ def load_model(
         raise ConfigError.of("batch_invariant", reason)
     with quiet_transformers():
         kv_dtype = None if kv_cache_dtype == "auto" else getattr(torch, QUANTIZED_KV[kv_cache_dtype])
-        source = _Source(directory, weight_files, config, device, quantized, ranks, experts, links, kv_dtype, adapters)
+        limits = kv_dtype, adapters
+        source = _Source(
+            directory, weight_files, weight_format, config, device, quantized, ranks, experts, links, *limits
+        )
         found = _load_and_probe(source)
     model, stage, probed = found.model, found.stage, found.probed
-    if quantized is not None or is_cut:  # else weights that were given up are of mapped files
+    if quantized is not None or weight_format is not None or is_cut:  # else what was given up is of mapped files
         _return_freed_memory()
     kv_groups, layers_by_stage = _group(found, links, group_layers)
     if ranks.size > 1:
@@ -165,7 +171,7 @@ def check_ranks(config: ModelConfig, parallel: ParallelConfig, data_parallel_ran
     raw_config = read_config(directory)
     if config.quantization is not None:
         _quantization(config.quantization, raw_config, device)
-    _check_weights(raw_config)
+    _check_weights(raw_config, find_format(raw_config))
     experts = Place(0, parallel.world_size) if parallel.enable_expert_parallel else None
     num_stages = parallel.pipeline_parallel_size
     with quiet_transformers(), unusable(directory):
@@ -205,9 +211,11 @@ def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type
     return layer
 
 
-def _check_weights(raw_config: dict[str, Any]) -> None:
-    if raw_config.get("quantization_config"):
-        raise refused("checkpoints that are quantised are supported for one rank only")
+def _check_weights(raw_config: dict[str, Any], weight_format: CheckpointFormat | None) -> None:
+    """Raises ConfigError for several ranks if weights are quantised by a method that is left to transformers."""
+    if weight_format is None and (own := raw_config.get("quantization_config")):
+        method = own.get("quant_method") if isinstance(own, dict) else own
+        raise refused(f"checkpoints that are quantised by {method!r} are supported for one rank only")
 
 
 def _of_all_ranks(
@@ -296,6 +304,7 @@ class _Source(NamedTuple):
 
     directory: Path
     weight_files: list[Path]
+    weight_format: CheckpointFormat | None
     config: ModelConfig
     device: Device
     quantized: type[QuantizedLinear] | None
@@ -518,15 +527,27 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
         dtype = resolve_dtype(source.config, model_config, source.device)
         if source.is_cut and is_adapted(model_config):
             raise refused(f"the attention of {model_config.model_type} is not cut among ranks or stages")
-        if source.is_cut:
-            model, stage = load_rank(
-                directory, source.weight_files, model_config, dtype, source.ranks, source.experts, source.links
-            )
+        if source.is_cut or source.weight_format is not None:
+            model, stage = _load_parts(source, model_config, dtype)
         else:
             model = _from_pretrained(directory, model_config, dtype)
             stage = whole_model(model)
         tell_layers(model)
     return model.to(source.device.torch_device).eval().requires_grad_(False), stage
+
+
+def _load_parts(source: _Source, model_config: Any, dtype: torch.dtype) -> tuple[Any, Stage]:
+    """Loads a rank's part, or a model whose weights are quantised."""
+    weight_format = source.weight_format
+    if weight_format is not None and is_adapted(model_config):
+        raise ConfigError.of("model", f"quantised weights of {model_config.model_type} are not supported")
+    parts = (model_config, dtype, source.ranks, source.experts, source.links, weight_format)
+    try:
+        return load_rank(source.directory, source.weight_files, *parts)
+    except ConfigError as error:
+        if source.is_cut or isinstance(error, ModelLoadError):
+            raise
+        raise ConfigError.of("model", f"quantised weights of this model are not supported: {error.message}") from error
 
 
 def read_model_config(directory: Path) -> Any:

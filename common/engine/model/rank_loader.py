@@ -1,4 +1,4 @@
-"""Loads one rank's part of a model.
+"""Loads one rank's part of a model, or the whole of one whose weights are quantised.
 
 The model is made without weights, which are then read part by part: no rank ever holds the whole model. Weights that
 the checkpoint has under other names, or by themselves, as those of each expert, are found as `transformers` does it; a
@@ -8,7 +8,7 @@ model that wants anything else to be done with its weights is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,8 @@ from common.engine.model.parallel_plan import (
 )
 from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, cut_stage, whole_model
+from common.engine.quantization.checkpoints.base import CheckpointFormat
+from common.engine.quantization.grouped import GroupedLinear
 from common.errors import ModelLoadError
 
 _ONLY = Place(0, 1)
@@ -56,24 +58,29 @@ def load_rank(
     ranks: Ranks,
     experts: ExpertRanks | None,
     links: StageLinks,
+    weight_format: CheckpointFormat | None = None,
 ) -> tuple[Any, Stage]:
-    """The rank's part of the model, on the host. `experts`: among which experts are cut whole. Raises ConfigError if
-    the model cannot be cut, before weights are read, and ModelLoadError if they are not there."""
+    """The rank's part of the model, on the host. `experts`: among which experts are cut whole. `weight_format`: of
+    weights that are quantised; linear layers are so in the model, and what else has such weights gets them in `dtype`.
+    Raises ConfigError if the model cannot be cut, before weights are read, and ModelLoadError if they are not there."""
     model, stage, plan, conversions = outline_of(
         model_config,
         dtype,
         Place(ranks.rank, ranks.size),
         None if experts is None else Place(experts.ranks.rank, experts.ranks.size),
         Place(links.stage, links.num_stages),
+        is_quantized=weight_format is not None,
     )
+    num_outputs = {layer: getattr(model.get_submodule(layer), "out_features", 0) for layer in plan.layers}
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     prefix = model.base_model_prefix  # of the language model, in a checkpoint that has others beside it
-    with _WeightFiles(weight_files, conversions, "" if hasattr(model, prefix) else f"{prefix}.") as files:
+    prefix = "" if hasattr(model, prefix) else f"{prefix}."
+    with _WeightFiles(weight_files, conversions, prefix, weight_format) as files:
         _fill(model, files, plan)
     (ranks if experts is None else experts.ranks).wait_for_all()
     for layer, part in plan.layers.items():
-        _cut(model, layer, part, ranks)
+        _cut(model, layer, part, num_outputs[layer], ranks)
     if experts is not None:
         experts.clear()
     for layer in plan.experts:
@@ -109,10 +116,17 @@ class Outline(NamedTuple):
 
 
 def outline_of(
-    model_config: Any, dtype: torch.dtype, rank: Place, experts: Place | None = None, stage: Place = _ONLY
+    model_config: Any,
+    dtype: torch.dtype,
+    rank: Place,
+    experts: Place | None = None,
+    stage: Place = _ONLY,
+    *,
+    is_quantized: bool = False,
 ) -> Outline:
-    """The part of a rank: `rank` of its stage, and of those among which experts are cut whole, if they are. Raises
-    ConfigError if the model cannot be cut so."""
+    """The part of a rank: `rank` of its stage, and of those among which experts are cut whole, if they are.
+    `is_quantized`: the weights will be read here even if they are not cut. Raises ConfigError if the model cannot be
+    cut so."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
@@ -120,7 +134,7 @@ def outline_of(
     is_planned = rank.size > 1 or experts is not None
     own = cut_stage(model, stage.rank, stage.size) if stage.size > 1 else whole_model(model)
     plan = plan_of(model, rank.rank, rank.size, experts) if is_planned else RankPlan({}, {}, [])
-    if not is_planned and stage.size == 1:
+    if not is_planned and stage.size == 1 and not is_quantized:
         return Outline(model, own, plan, [])
     conversions = _conversions(model, dtype)
     _compute_buffers(model)
@@ -194,9 +208,15 @@ class _WeightFiles:
     """Safetensors files, of which tensors are read in parts, by the model's names."""
 
     def __init__(
-        self, paths: Sequence[Path], conversions: Sequence[WeightRenaming | WeightConverter], prefix: str
+        self,
+        paths: Sequence[Path],
+        conversions: Sequence[WeightRenaming | WeightConverter],
+        prefix: str,
+        weight_format: CheckpointFormat | None,
     ) -> None:
         """`prefix`: of the model's names in the files, if they have it."""
+        self._format = weight_format
+        self._packed: dict[str, dict[str, str]] = {}  # names of the tensors of a quantised weight, by their suffixes
         self._paths = paths
         self._conversions = conversions
         self._prefix = prefix
@@ -208,7 +228,7 @@ class _WeightFiles:
         for path in self._paths:
             file = self._stack.enter_context(safe_open(path, framework="pt"))
             self._file_of.update(dict.fromkeys(file.keys(), file))
-        for name in sorted(self._file_of, key=dot_natural_key):  # experts by their numbers
+        for name in sorted(self._weight_names(), key=dot_natural_key):  # experts by their numbers
             own_name, own_pattern, patterns, is_joined = name.removeprefix(self._prefix), "", [""], False
             for conversion in self._conversions:
                 own_name, pattern = conversion.rename_source_key(own_name)
@@ -222,6 +242,50 @@ class _WeightFiles:
         self._file_of.clear()
         self._stack.close()
 
+    def _weight_names(self) -> Iterator[str]:
+        """The names of the tensors, and those that quantised weights would have otherwise."""
+        if self._format is None:
+            yield from self._file_of
+            return
+        layers: dict[str, dict[str, str]] = {}
+        for name in self._file_of:
+            layer, _, suffix = name.rpartition(".")
+            if suffix in self._format.suffixes:
+                layers.setdefault(layer, {})[suffix] = name
+            else:
+                yield name
+        for layer, names in layers.items():
+            if self._format.is_quantized(names):
+                self._packed[f"{layer}.weight"] = names
+                yield f"{layer}.weight"
+            else:
+                yield from names.values()
+
+    def quantized(self, name: str, like: torch.Tensor, part: Part | None) -> GroupedLinear | None:
+        """The linear layer with a part of a quantised weight, without a bias; None if the weight is not quantised, or
+        is made of several. Raises as `read`, and ConfigError if it cannot be cut there."""
+        patterns, names, is_joined = self._stored[name]
+        stored = names[""][0] if patterns == [""] and not is_joined else ""
+        if stored not in self._packed:
+            return None
+        layer = self._unpacked(stored, like.shape, like.dtype)
+        if part is None:
+            return layer
+        if part.dim == 0:
+            return layer.outputs(slice(part.start, part.stop), part.padding)
+        try:
+            return layer.inputs(part.start, part.stop)
+        except ValueError as error:
+            raise refused(f"{name} is not cut between inputs {part.start} and {part.stop}: {error}") from error
+
+    def _unpacked(self, name: str, shape: torch.Size, dtype: torch.dtype) -> GroupedLinear:
+        assert self._format is not None
+        tensors = {suffix: self._file_of[each].get_tensor(each) for suffix, each in self._packed[name].items()}
+        try:
+            return self._format.linear(tensors, shape, dtype)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{name}: {error.message}", param="model") from error
+
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
         return name in self._stored
@@ -233,6 +297,8 @@ class _WeightFiles:
         if is_joined and part is not None:
             raise refused(f"{name} is made of several weights, and is not cut")
         if is_joined:
+            if any(each in self._packed for own in names.values() for each in own):
+                raise refused(f"{name} is made of several quantised weights")
             found = [self._file_of[each].get_tensor(each) for pattern in patterns for each in names.get(pattern, ())]
             joined = torch.cat(found).to(like.dtype)
             _check_shape(name, list(joined.shape), list(like.shape))
@@ -252,11 +318,13 @@ class _WeightFiles:
         return torch.stack([torch.cat([self._read(each, shape, like.dtype, part) for each in one]) for one in experts])
 
     def _read(self, name: str, shape: list[int], dtype: torch.dtype, part: Part | None) -> torch.Tensor:
-        file = self._file_of[name]
-        tensor = file.get_slice(name)
-        _check_shape(name, tensor.get_shape(), shape)
+        if name in self._packed:
+            tensor: Any = self._unpacked(name, torch.Size(shape), dtype).dequantized().to(dtype)
+        else:
+            tensor = self._file_of[name].get_slice(name)
+            _check_shape(name, tensor.get_shape(), shape)
         if part is None:
-            whole: torch.Tensor = file.get_tensor(name).to(dtype, copy=True)
+            whole: torch.Tensor = tensor[:].to(dtype, copy=True)
             return whole
         before, run = (slice(None),) * part.dim, shape[part.dim] // part.runs
         places = [slice(start + part.start, start + part.stop) for start in range(0, run * part.runs, run)]
@@ -280,14 +348,24 @@ def _fill(model: Any, files: _WeightFiles, plan: RankPlan) -> None:
     if missing:
         reason = f"the weights lack {len(missing)} of {type(model).__name__}'s names, first {missing[0]}"
         raise ModelLoadError(f"{reason}; several ranks look for no others", param="model")
+    quantized: dict[str, GroupedLinear] = {}
     for name in sorted(weights, key=lambda name: sources[name] != name):  # tied ones last
         source, part = sources[name], _part_of(name, plan)
+        owner, _, kind = name.rpartition(".")
+        if kind == "weight" and type(model.get_submodule(owner)) is nn.Linear:
+            layer = files.quantized(source, weights[name], part)
+            if layer is not None:
+                quantized[owner] = layer
+                continue
         if source != name and source in weights and _same_rows(part, _part_of(source, plan)):
             tensor = model.get_parameter(source).detach()
             tensor = tensor if part is None else tensor[: part.stop - part.start + part.padding]
         else:
             tensor = files.read(source, weights[name], part)
         _set(model, name, tensor)
+    for owner, layer in quantized.items():
+        layer.bias = model.get_submodule(owner).bias
+        model.set_submodule(owner, layer)
 
 
 def _part_of(weight: str, plan: RankPlan) -> Part | None:
@@ -307,7 +385,7 @@ def _set(model: Any, name: str, tensor: torch.Tensor) -> None:
     setattr(module, attribute, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
-def _cut(model: Any, name: str, part: Part, ranks: Ranks) -> None:
+def _cut(model: Any, name: str, part: Part, num_outputs: int, ranks: Ranks) -> None:
     """Makes a layer that has the rank's weights one that gives what its style promises."""
     layer = model.get_submodule(name)
     num_rows, num_columns = layer.weight.shape
@@ -315,8 +393,9 @@ def _cut(model: Any, name: str, part: Part, ranks: Ranks) -> None:
         num_embeddings, layer.num_embeddings, layer.padding_idx = layer.num_embeddings, num_rows, None
         model.set_submodule(name, CutEmbedding(layer, part.start, num_embeddings, ranks.all_reduce))
         return
-    layer.whole = CutLayer(part.dim, part.start, part.stop, layer.in_features, layer.out_features)
-    num_outputs, layer.out_features, layer.in_features = layer.out_features, num_rows, num_columns
+    if type(layer) is nn.Linear:
+        layer.whole = CutLayer(part.dim, part.start, part.stop, layer.in_features, num_outputs)
+    layer.out_features, layer.in_features = num_rows, num_columns
     if part.sums and ranks.rank > 0:
         layer.bias = None  # it counts once
     if part.sums:

@@ -1,4 +1,4 @@
-"""Formats of quantised weights, which are made from a checkpoint's own while the model is loaded.
+"""Formats of quantised weights, in which a model's linear layers are computed.
 
 A format is a kind of linear layer. It computes with torch's operators itself; devices may have kernels for it, which
 are compared with that.
@@ -41,6 +41,11 @@ class QuantizedLinear(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def can_join(cls, linears: Sequence[QuantizedLinear]) -> bool:
+        """Whether these, one of which is of this class, can be one layer."""
+        return all(type(linear) is cls for linear in linears)
+
+    @classmethod
     def joined(cls, linears: Sequence[Self]) -> Self:
         """One layer with the outputs of several."""
         raise NotImplementedError
@@ -49,8 +54,23 @@ class QuantizedLinear(nn.Module):
         """[..., in_features] -> [..., out_features]"""
         raise NotImplementedError
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves all but the weight, which has no data."""
+        weight = self._parameters.pop("weight")
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters["weight"] = weight
+        return self
+
 
 AnyLinear = nn.Linear | QuantizedLinear
+
+
+def can_join(linears: Sequence[AnyLinear]) -> bool:
+    """Whether these layers can be one: none is quantised, or all are in a way that allows it."""
+    quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    return not quantized or (len(quantized) == len(linears) and type(quantized[0]).can_join(quantized))
 
 
 def quantize_linears(model: nn.Module, layer: type[QuantizedLinear]) -> float:

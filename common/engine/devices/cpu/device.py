@@ -21,11 +21,11 @@ from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.devices.cpu.latent_attention import CpuLatentAttention, supports_latents
 from common.engine.devices.cpu.operators import CpuOperators
 from common.engine.devices.cpu.packed_linear import pack_linears
+from common.engine.devices.cpu.quantized_linear import compile_linears
 from common.engine.devices.cpu.recurrences import CpuRecurrences
 from common.engine.devices.cpu.sampler import CompiledSampler, can_sample, checked_sampler
 from common.engine.devices.cpu.shared_ranks import share_memory
 from common.engine.devices.cpu.streamed_experts import stream_experts
-from common.engine.devices.cpu.streamed_int8_linear import compile_linears
 from common.engine.devices.cpu.streamed_linear import CompiledLinear
 from common.engine.devices.decode_inputs import DecodeLimits, Forward
 from common.engine.devices.ranks import Ranks

@@ -25,12 +25,11 @@ from common.engine.devices.cpu.kernels.elementwise import (
     silu_mul_kernel,
 )
 from common.engine.devices.cpu.kernels.language import element_type_of
-from common.engine.devices.cpu.streamed_int8_linear import compiled
+from common.engine.devices.cpu.quantized_linear import compiled, has_kernels
 from common.engine.devices.cpu.streamed_linear import StreamedLinear
 from common.engine.devices.operators import Adapt, AddNorm, Embed, PerToken
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.quantization.base import AnyLinear, QuantizedLinear
-from common.engine.quantization.int8 import Int8Linear
 from common.errors import ConfigError
 
 _ROWS = 512  # activations of more would not stay in the cores' caches from one operator to the next
@@ -94,8 +93,8 @@ class CpuOperators:
         return partial(_gated_unless_adapted, linear, _Gated(with_adapters, size, dtype), with_adapters.batch)
 
     def _quantized(self, linear: QuantizedLinear) -> PerToken:
-        if isinstance(linear, Int8Linear):
-            return compiled(linear)
+        if has_kernels(linear):
+            return compiled(linear, batch_invariant=self._batch_invariant)
         if self._batch_invariant:
             raise ConfigError.of("batch_invariant", f"no kernel for {type(linear).__name__}")
         return partial(_unrecorded, linear)

@@ -1,8 +1,6 @@
-"""Quantised linear layers on the CPU kernels."""
+"""Linear layers with int8 weights on the CPU kernels."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 from torch import nn
@@ -13,7 +11,6 @@ from common.engine.devices.cpu.kernels import int8_linear, tiled_int8_linear
 from common.engine.devices.cpu.kernels.compiled import (
     Call,
     CannotRecordError,
-    has_openmp,
     is_recording,
     result,
     threads_for,
@@ -23,12 +20,8 @@ from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.tiled_int8_linear import can_tile_int8
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
 from common.engine.quantization.int8 import Int8Linear
-from common.errors import ModelLoadError
 
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
-_CHECKED_ROWS = (1, MAX_TILE_ROWS - 1, 2 * MAX_TILE_ROWS + 3)  # that all kernels take part in
-_CHECKED_OUTPUTS = 192
-_MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the norm
 
 
 class StreamedInt8Linear(nn.Module):
@@ -114,45 +107,6 @@ class _Tiles:
             call = self._many
             call.point("rest", rest_configuration(num_rows))
         _run(call, inputs, out, self._num_blocks, self._num_weights)
-
-
-def can_compile(dtype: torch.dtype) -> bool:
-    """True if there are kernels for activations of this type."""
-    return dtype in _MAX_ERROR and has_openmp()
-
-
-def compile_linears(model: nn.Module) -> None:
-    """Replaces the quantised layers of a model that runs its own code. Raises ModelLoadError if the kernels compute
-    something else than torch."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Int8Linear) and can_compile(child.weight.dtype):
-                setattr(parent, name, compiled(child))
-
-
-def compiled(linear: Int8Linear) -> StreamedInt8Linear:
-    """The layer on compiled kernels. Raises ModelLoadError if these compute something else than torch."""
-    _check_kernels(linear.in_features, linear.out_features, linear.weight.dtype, has_bias=linear.bias is not None)
-    return StreamedInt8Linear(linear)
-
-
-@cache
-def _check_kernels(in_features: int, out_features: int, dtype: torch.dtype, *, has_bias: bool) -> None:
-    """Compares the kernels of a layer with torch's operators, on random numbers."""
-    generator = torch.Generator().manual_seed(0)
-    out_features = min(out_features, _CHECKED_OUTPUTS + out_features % _CHECKED_OUTPUTS)
-    integers = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8, generator=generator)
-    scale = torch.rand(out_features, generator=generator) / 128
-    bias = torch.randn(out_features, generator=generator).to(dtype) if has_bias else None
-    linear = Int8Linear(integers, scale, bias, dtype)
-    inputs = torch.randn(max(_CHECKED_ROWS), in_features, generator=generator).to(dtype)
-    expected, kernels = linear(inputs).float(), StreamedInt8Linear(linear)
-    for num_rows in _CHECKED_ROWS:
-        found = kernels(inputs[:num_rows]).float()
-        error = float((found - expected[:num_rows]).norm() / expected[:num_rows].norm())
-        if not error <= _MAX_ERROR[dtype]:
-            reason = f"the int8 kernels differ from torch (relative error {error:.2g})"
-            raise ModelLoadError(reason, param="quantization")
 
 
 def _in_blocks(integers: torch.Tensor, block: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def int8_linear_kernel(element: ElementType, block: int, piece: int, *, has_bias
         share = (num_shares + (num_lines - 1)) // num_shares
         with b.loop(0, a.in_features, piece) as first:
             packed = weight.at(first * block)
-            _copy(b, packed, widened, piece * block)
+            copy_widened(b, packed, widened, piece * block)
             start = b.number(0)
             for num_rows in _ROWS:
                 end = a.num_rows - a.num_rows % num_rows
@@ -79,9 +79,9 @@ def int8_linear_kernel(element: ElementType, block: int, piece: int, *, has_bias
                     if element is not ElementType.FLOAT32:
                         for i, source in enumerate(sources):
                             sources[i] = inputs.at(i * piece)
-                            _copy(b, source, sources[i], piece)
+                            copy_widened(b, source, sources[i], piece)
                     sums = [totals.at((row + i) * block) for i in range(num_rows)]
-                    _multiply(b, sources, widened, sums, block, piece)
+                    multiply_piece(b, sources, widened, sums, block, piece)
                 start = end
 
     return Kernel("int8_linear", arguments_of(element), body)
@@ -106,7 +106,7 @@ def write_scaled(
         a.out.at(row * a.out_features + output).store(result)
 
 
-def _copy(b: Builder, source: Pointer, target: Pointer, count: int) -> None:
+def copy_widened(b: Builder, source: Pointer, target: Pointer, count: int) -> None:
     """Widens numbers to float32."""
     step = min(count, 4 * MAX_LANES)
     with b.loop(0, count, step) as start:
@@ -114,7 +114,7 @@ def _copy(b: Builder, source: Pointer, target: Pointer, count: int) -> None:
             target.at(start + place).store(source.at(start + place).load(MAX_LANES))
 
 
-def _multiply(
+def multiply_piece(
     b: Builder, inputs: list[Pointer], weights: Pointer, totals: list[Pointer], block: int, piece: int
 ) -> None:
     """totals += inputs @ one piece of the weights, for some rows."""

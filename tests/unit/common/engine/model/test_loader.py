@@ -16,7 +16,7 @@ from transformers import utils as transformers_utils
 from common.demo_model import demo_model_path
 from common.engine.config import ModelConfig
 from common.engine.devices.cpu import device as cpu_device
-from common.engine.devices.cpu import streamed_int8_linear
+from common.engine.devices.cpu import quantized_linear
 from common.engine.model import adapters
 from common.engine.model.loader import load_model
 from common.engine.quantization.int8 import Int8Linear
@@ -218,7 +218,8 @@ def test_checkpoints_that_are_quantised(model_dir):
     with pytest.raises(ConfigError, match=r"the checkpoint's are quantised \(gptq\)") as caught:
         load_model(ModelConfig(model=str(model_dir), quantization="int8"))
     assert caught.value.param == "quantization"
-    assert "GPTQ quantized" in refused(model_dir)
+    edit_config(model_dir, quantization_config={"quant_method": "hqq"})  # which is left to transformers
+    assert "hqq" in refused(model_dir).lower()
 
 
 def test_quantisation_of_few_weights_is_warned_of(tmp_path, caplog):
@@ -233,7 +234,7 @@ def test_int8_kernels_that_fail_are_not_used(model_dir, monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise RuntimeError("LLVM IR parsing error")
 
-    monkeypatch.setattr(streamed_int8_linear, "_check_kernels", fail)
+    monkeypatch.setattr(quantized_linear, "_check_kernels", fail)
     for name in ("llama", "gemma2"):
         loaded = load_model(ModelConfig(model=str(tiny_model_dir(name)), quantization="int8"))
         assert (loaded.decoder, loaded.kernels, loaded.kernels_failed) == (None, "torch", True)

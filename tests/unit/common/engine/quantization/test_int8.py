@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.engine.devices.cpu import streamed_int8_linear
-from common.engine.devices.cpu.streamed_int8_linear import StreamedInt8Linear, compiled
+from common.engine.devices.cpu import quantized_linear, streamed_int8_linear
+from common.engine.devices.cpu.quantized_linear import compiled
+from common.engine.devices.cpu.streamed_int8_linear import StreamedInt8Linear
 from common.engine.quantization.base import quantize_linears
 from common.engine.quantization.int8 import Int8Linear
 from common.errors import ConfigError, ModelLoadError
@@ -79,7 +80,7 @@ def test_kernels_that_compute_something_else_are_found_out(monkeypatch):
         run(call, inputs, out.fill_(0.0), num_blocks - 1, num_weights)
 
     monkeypatch.setattr(streamed_int8_linear, "_run", skip_the_last_block)
-    streamed_int8_linear._check_kernels.cache_clear()
+    quantized_linear._check_kernels.cache_clear()
     with pytest.raises(ModelLoadError, match="differ from torch"):
         compiled(Int8Linear.of(make_layer()))
 

@@ -32,7 +32,7 @@ def changed(architecture: str, directory: Path, **changes: object) -> Path:
         ("llama", {"intermediate_size": 95}, {TENSOR: 2}, TENSOR, "cannot share the 95 outputs of model.layers.0.mlp"),
         ("mixtral", {"intermediate_size": 95}, {TENSOR: 2}, TENSOR, "cannot share the width of 95 of model.layers.0"),
         ("gpt2", {}, {TENSOR: 2}, TENSOR, "GPT2LMHeadModel has no plan"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, {TENSOR: 2}, TENSOR, "checkpoints that are quant"),
+        ("llama", {"quantization_config": {"quant_method": "hqq"}}, {TENSOR: 2}, TENSOR, "checkpoints that are quant"),
         ("llama", {}, {STAGES: 4}, STAGES, "4 stages cannot share 3 layers"),
         ("gpt2", {}, {STAGES: 2}, STAGES, "GPT2LMHeadModel has no plan of how to cut it into stages"),
         ("llama", {}, {STAGES: 2, TENSOR: 3}, TENSOR, "3 ranks cannot share 4 heads evenly"),

@@ -1,0 +1,115 @@
+"""Quantised linear layers on compiled kernels, which are compared with torch's operators first."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from common.engine.devices.cpu.kernels.compiled import has_openmp
+from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS
+from common.engine.devices.cpu.streamed_grouped_linear import StreamedGroupedLinear, can_stream
+from common.engine.devices.cpu.streamed_int8_linear import StreamedInt8Linear
+from common.engine.quantization.base import QuantizedLinear
+from common.engine.quantization.grouped import PER_WORD, GroupedLinear
+from common.engine.quantization.int8 import Int8Linear
+from common.errors import ModelLoadError
+
+Compiled = StreamedInt8Linear | StreamedGroupedLinear
+
+_CHECKED_ROWS = (1, MAX_TILE_ROWS - 1, 2 * MAX_TILE_ROWS + 3)  # that all kernels take part in
+_CHECKED_OUTPUTS = 192
+_MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the norm
+
+
+class _Checked(NamedTuple):
+    """The properties of a layer that its kernels are compiled for."""
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    has_bias: bool
+    codes: torch.dtype | None = None  # and the rest, of weights in groups
+    group: int = 0
+    has_shift: bool = False
+    has_order: bool = False
+
+
+def has_kernels(linear: QuantizedLinear) -> bool:
+    """True if there are kernels for such a layer, and for activations of its type."""
+    is_known = isinstance(linear, Int8Linear) or (isinstance(linear, GroupedLinear) and can_stream(linear))
+    return is_known and linear.weight.dtype in _MAX_ERROR and has_openmp()
+
+
+def compile_linears(model: nn.Module) -> None:
+    """Replaces the quantised layers of a model that runs its own code. Raises ModelLoadError if the kernels compute
+    something else than torch."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, QuantizedLinear) and has_kernels(child):
+                setattr(parent, name, compiled(child))
+
+
+def compiled(linear: QuantizedLinear, *, batch_invariant: bool = False) -> Compiled:
+    """The layer on compiled kernels. Raises ModelLoadError if these compute something else than torch.
+    `batch_invariant`: a row's result does not depend on how many rows there are."""
+    checked = _Checked(linear.in_features, linear.out_features, linear.weight.dtype, linear.bias is not None)
+    if isinstance(linear, GroupedLinear):
+        shift, order = linear.shift is not None, linear.order is not None
+        _check_kernels(checked._replace(codes=linear.codes.dtype, group=linear.group, has_shift=shift, has_order=order))
+        return StreamedGroupedLinear(linear, batch_invariant=batch_invariant)
+    assert isinstance(linear, Int8Linear)
+    _check_kernels(checked)
+    return StreamedInt8Linear(linear)
+
+
+@cache
+def _check_kernels(checked: _Checked) -> None:
+    """Compares the kernels of a layer with torch's operators, on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    linear = _random_int8(checked, generator) if checked.codes is None else _random_groups(checked, generator)
+    dtype = checked.dtype
+    inputs = torch.randn(max(_CHECKED_ROWS), checked.in_features, generator=generator).to(dtype)
+    expected = linear(inputs).float()
+    kernels = StreamedGroupedLinear(linear) if isinstance(linear, GroupedLinear) else StreamedInt8Linear(linear)
+    for num_rows in _CHECKED_ROWS:
+        found = kernels(inputs[:num_rows]).float()
+        error = float((found - expected[:num_rows]).norm() / expected[:num_rows].norm())
+        if not error <= _MAX_ERROR[dtype]:
+            reason = f"the kernels for quantised weights differ from torch (relative error {error:.2g})"
+            raise ModelLoadError(reason, param="quantization")
+
+
+def _num_outputs(checked: _Checked) -> int:
+    return min(checked.out_features, _CHECKED_OUTPUTS + checked.out_features % _CHECKED_OUTPUTS)
+
+
+def _random_bias(checked: _Checked, generator: torch.Generator) -> torch.Tensor | None:
+    bias = torch.randn(_num_outputs(checked), generator=generator).to(checked.dtype)
+    return bias if checked.has_bias else None
+
+
+def _random_int8(checked: _Checked, generator: torch.Generator) -> Int8Linear:
+    shape = _num_outputs(checked), checked.in_features
+    integers = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+    scale = torch.rand(len(integers), generator=generator) / 128
+    return Int8Linear(integers, scale, _random_bias(checked, generator), checked.dtype)
+
+
+def _random_groups(checked: _Checked, generator: torch.Generator) -> GroupedLinear:
+    shape = checked.in_features, _num_outputs(checked)
+    groups = (shape[0] // checked.group, shape[1])
+    match checked.codes:
+        case torch.int32:
+            shape = (shape[0] // PER_WORD, shape[1])
+            codes = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator).to(torch.int32)
+        case torch.int8:
+            codes = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+        case _:
+            codes = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(groups, generator=generator)
+    shift = torch.randn(groups, generator=generator) if checked.has_shift else None
+    order = torch.randperm(checked.in_features, generator=generator) if checked.has_order else None
+    return GroupedLinear(codes, scale, shift, _random_bias(checked, generator), checked.dtype, order)

@@ -1,0 +1,1 @@
+"""Formats of checkpoints whose weights are quantised."""

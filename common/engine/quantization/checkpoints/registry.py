@@ -1,0 +1,33 @@
+"""The formats by the `quant_method` of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from common.engine.quantization.checkpoints.base import CheckpointFormat
+from common.engine.registry import Registry
+from common.errors import ConfigError
+
+_FORMATS = {
+    "gptq": "common.engine.quantization.checkpoints.gptq:GPTQ",
+    "awq": "common.engine.quantization.checkpoints.awq:AWQ",
+}
+_CLASSES: Registry[Callable[[Mapping[str, Any]], CheckpointFormat]] = Registry("model", _FORMATS)
+
+
+def find_format(raw_config: Mapping[str, Any]) -> CheckpointFormat | None:
+    """The format of a checkpoint, by its config.json; None if it is not quantised, or by a method that only
+    transformers knows. Raises ConfigError for a method that is not known, and for what is not supported of one."""
+    settings = raw_config.get("quantization_config")
+    if not isinstance(settings, dict):
+        return None
+    method = settings.get("quant_method")
+    if method in _FORMATS:
+        return _CLASSES.find(str(method))(settings)
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        known = ", ".join(_FORMATS)
+        raise ConfigError.of("model", f"its weights are quantised by {method!r}, which is none of {known}")
+    return None
