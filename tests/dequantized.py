@@ -31,15 +31,18 @@ def save_dequantized(source: Path, target: Path) -> Path:
 
 def dequantize(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, with float32 ones in place of those that are quantised."""
-    suffix, others, weight_of = _METHODS[settings["quant_method"]]
-    found = {}
+    scales, weight_of = _METHODS[settings["quant_method"]]
+    layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        layer, _, kind = name.rpartition(".")
-        if kind == suffix:
-            of_layer = {each: tensors[f"{layer}.{each}"] for each in {suffix, *others} if f"{layer}.{each}" in tensors}
-            found[f"{layer}.weight"] = weight_of(of_layer, settings)
-        elif kind not in others or f"{layer}.{suffix}" not in tensors:
-            found[name] = tensor.float()
+        layer, _, suffix = name.rpartition(".")
+        layers.setdefault(layer, {})[suffix] = tensor
+    found = {}
+    for layer, own in layers.items():
+        plain = own
+        if scales & own.keys():
+            found[f"{layer}.weight"] = weight_of(own, settings)
+            plain = {"bias": own["bias"]} if "bias" in own else {}
+        found |= {f"{layer}.{suffix}": tensor.float() for suffix, tensor in plain.items()}
     return found
 
 
@@ -76,7 +79,41 @@ def _awq(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     return torch.from_numpy(weight)
 
 
-_METHODS: dict[str, tuple[str, set[str], Callable[[Tensors, Mapping[str, Any]], torch.Tensor]]] = {
-    "gptq": ("qweight", {"qzeros", "scales", "g_idx"}, _gptq),
-    "awq": ("qweight", {"qzeros", "scales"}, _awq),
+def _fp8(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    weight = torch.zeros(tensors["weight"].shape)
+    for code in range(256):
+        sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+        number = (mantissa / 8 if exponent == 0 else 1 + mantissa / 8) * 2.0 ** (max(exponent, 1) - 7)
+        weight[tensors["weight"].view(torch.uint8) == code] = -number if sign else number
+    scale = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
+    assert scale is not None
+    if scale.numel() == 1 or scale.shape[1] == 1:
+        return weight * scale.float()
+    height, width = settings["weight_block_size"]
+    for row, column in np.ndindex(*scale.shape):
+        weight[row * height : (row + 1) * height, column * width : (column + 1) * width] *= scale[row, column]
+    return weight
+
+
+def _compressed(tensors: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    if "weight_packed" not in tensors:
+        if tensors["weight"].dtype == torch.int8:
+            return tensors["weight"] * tensors["weight_scale"]
+        return _fp8(tensors, settings)
+    num_outputs, num_inputs = tensors["weight_shape"].tolist()
+    group_size = num_inputs // tensors["weight_scale"].shape[1]
+    weight = np.zeros((num_outputs, num_inputs), np.float32)
+    for n, k in np.ndindex(num_outputs, num_inputs):
+        code, zero = int(_bits(tensors["weight_packed"][n, k // 8], k % 8 * 4, 4)) - 8, 0
+        if "weight_zero_point" in tensors:
+            zero = int(_bits(tensors["weight_zero_point"][n // 8, k // group_size], n % 8 * 4, 4)) - 8
+        weight[n, k] = (code - zero) * float(tensors["weight_scale"][n, k // group_size])
+    return torch.from_numpy(weight)
+
+
+_METHODS: dict[str, tuple[set[str], Callable[[Tensors, Mapping[str, Any]], torch.Tensor]]] = {
+    "gptq": ({"scales"}, _gptq),
+    "awq": ({"scales"}, _awq),
+    "fp8": ({"weight_scale", "weight_scale_inv"}, _fp8),
+    "compressed-tensors": ({"weight_scale"}, _compressed),
 }

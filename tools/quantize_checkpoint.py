@@ -130,6 +130,76 @@ def _awq_settings(group_size: int) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
 
 
+def _largest(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest number of each block, the last of which may be smaller."""
+    padding = (0, -weight.shape[1] % block[1], 0, -len(weight) % block[0])
+    padded = nn.functional.pad(weight.abs(), padding)
+    return padded.view(len(padded) // block[0], block[0], -1, block[1]).amax((1, 3)).clamp(min=1e-8)
+
+
+def _float8(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers and the scales of blocks."""
+    scale = _largest(weight, block) / _LARGEST_FLOAT8
+    of_weight = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return (weight / of_weight[: len(weight), : weight.shape[1]]).to(torch.float8_e4m3fn), scale
+
+
+def _fp8_block(weight: torch.Tensor, group_size: int) -> Tensors:
+    numbers, scale = _float8(weight, (group_size, group_size))
+    return {"weight": numbers, "weight_scale_inv": scale}
+
+
+def _fp8_block_settings(group_size: int) -> dict[str, Any]:
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [group_size, group_size]}
+
+
+def _fp8_tensor(weight: torch.Tensor, group_size: int) -> Tensors:
+    numbers, scale = _float8(weight, (weight.shape[0], weight.shape[1]))
+    return {"weight": numbers, "weight_scale": scale[0, 0], "input_scale": torch.tensor(1.0)}
+
+
+def _compressed_float8(weight: torch.Tensor, group_size: int) -> Tensors:
+    numbers, scale = _float8(weight, (1, weight.shape[1]))
+    return {"weight": numbers, "weight_scale": scale.bfloat16()}
+
+
+def _compressed_int8(weight: torch.Tensor, group_size: int) -> Tensors:
+    scale = _largest(weight, (1, weight.shape[1])) / 127
+    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+
+
+def _compressed_packed(weight: torch.Tensor, group_size: int, *, symmetric: bool) -> Tensors:
+    codes, scale, zero = _rounded(weight, group_size, 4, symmetric=symmetric, scale_type=torch.bfloat16)
+    zeros = {} if symmetric else {"weight_zero_point": _pack(zero, 4, 0)}
+    return {
+        "weight_packed": _pack(codes, 4, 1),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+        **zeros,
+    }
+
+
+def _compressed_format(
+    form: str, weights: dict[str, Any], quantize: Callable[[torch.Tensor, int], Tensors], **others: Any
+) -> Format:
+    def settings(group_size: int) -> dict[str, Any]:
+        own = weights | ({"group_size": group_size} if weights["strategy"] == "group" else {})
+        groups = {"group_0": {"targets": ["Linear"], "weights": own, "input_activations": None} | others}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": ["lm_head"],
+        }
+
+    return Format(settings, quantize)
+
+
+def _scheme(bits: int, kind: str, strategy: str, *, symmetric: bool = True) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": symmetric}
+
+
 def _gptq_format(**options: Any) -> Format:
     return Format(partial(_gptq_settings, **options), partial(_gptq, **options))
 
@@ -140,6 +210,21 @@ FORMATS: dict[str, Format] = {
     "gptq-act-order": _gptq_format(bits=4, symmetric=True, act_order=True),
     "gptq-8bit": _gptq_format(bits=8, symmetric=False),
     "awq": Format(_awq_settings, _awq),
+    "fp8-block": Format(_fp8_block_settings, _fp8_block),
+    "fp8-tensor": Format(lambda _: {"quant_method": "fp8", "activation_scheme": "static"}, _fp8_tensor),
+    "compressed-w4a16": _compressed_format(
+        "pack-quantized", _scheme(4, "int", "group"), partial(_compressed_packed, symmetric=True)
+    ),
+    "compressed-w4a16-zeros": _compressed_format(
+        "pack-quantized", _scheme(4, "int", "group", symmetric=False), partial(_compressed_packed, symmetric=False)
+    ),
+    "compressed-w8a8": _compressed_format(
+        "int-quantized",
+        _scheme(8, "int", "channel"),
+        _compressed_int8,
+        input_activations={"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True},
+    ),
+    "compressed-float8": _compressed_format("float-quantized", _scheme(8, "float", "channel"), _compressed_float8),
 }
 
 

@@ -102,18 +102,32 @@ def test_layers_that_are_left_as_they_are_need_no_mention(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("name", "changes", "problem"),
     [
-        ({"bits": 3}, "has weights of 3 bits"),
-        ({"bits": "4"}, "bits in config.json is not int"),
-        ({"checkpoint_format": "marlin"}, "is in the form 'marlin'"),
-        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "has weights of other bits for"),
-        ({"quant_method": "fp3"}, "by 'fp3', which is none of gptq, awq"),
-        ({"bits": 8}, r"model.layers.\d.\w+.\w+.weight: .*its qweight is"),
+        ("compressed-w4a16", {"format": "nvfp4-pack-quantized"}, "is in the form 'nvfp4-pack-quantized'"),
+        (
+            "compressed-w4a16",
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "is in the form 'sparse-24-bitmask'",
+        ),
+        (
+            "compressed-w4a16",
+            {"config_groups": {"a": {"weights": {"num_bits": 2}}}},
+            "has weights of 2 bits and type int",
+        ),
+        ("fp8-block", {"fmt": "e5m2"}, "has numbers of kind 'e5m2'"),
+        ("fp8-block", {"weight_block_size": [32, 32]}, r"its scales are \[\d+, \d+\], for blocks of \[32, 32\]"),
+        ("awq", {"version": "gemv"}, "is in the form 'gemv'"),
+        ("gptq", {"bits": 3}, "has weights of 3 bits"),
+        ("gptq", {"bits": "4"}, "bits in config.json is not int"),
+        ("gptq", {"checkpoint_format": "marlin"}, "is in the form 'marlin'"),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "has weights of other bits for"),
+        ("gptq", {"quant_method": "fp3"}, "by 'fp3', which is none of gptq, awq, fp8, compressed-tensors"),
+        ("gptq", {"bits": 8}, r"model.layers.\d.\w+.\w+.weight: .*its qweight is"),
     ],
 )
-def test_what_is_refused_is_one_line(tmp_path: Path, changes: dict[str, object], problem: str) -> None:
-    quantize_checkpoint(tiny_model_dir("llama"), tmp_path, "gptq", GROUP)
+def test_what_is_refused_is_one_line(tmp_path: Path, name: str, changes: dict[str, object], problem: str) -> None:
+    quantize_checkpoint(tiny_model_dir("llama"), tmp_path, name, GROUP)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common.engine.quantization.checkpoints.base import Packed, bad_weight, setting, unsupported
-from common.engine.quantization.checkpoints.packing import integers_layer, unpack
+from common.engine.quantization.checkpoints.packing import input_order, integers_layer, unpack
 from common.engine.quantization.grouped import GroupedLinear
 
 _METHOD = "GPTQ"
@@ -57,16 +57,5 @@ class GPTQ:
             bad_weight(f"{num_groups} groups of {num_inputs} inputs are not of one size")
         codes = unpack(words, self._bits, dim=0)
         zero = (unpack(zeros, self._bits, dim=1)[:, :num_outputs] + self._stored_less) % (1 << self._bits)
-        order = self._order(packed.find("g_idx"), num_inputs, num_groups)
+        order = input_order(packed.find("g_idx"), num_inputs, num_groups)
         return integers_layer(codes, scales, zero, self._bits, dtype, order)
-
-    def _order(self, groups: torch.Tensor | None, num_inputs: int, num_groups: int) -> torch.Tensor | None:
-        """Inputs in the order of their groups; None if that is their own."""
-        if groups is None:
-            return None
-        if list(groups.shape) != [num_inputs]:
-            bad_weight(f"its g_idx is {list(groups.shape)} instead of [{num_inputs}]")
-        order = groups.argsort(stable=True)
-        if not torch.equal(groups[order], torch.arange(num_groups).repeat_interleave(num_inputs // num_groups)):
-            bad_weight("its g_idx does not give groups of one size")
-        return None if torch.equal(order, torch.arange(num_inputs)) else order

@@ -14,6 +14,8 @@ from common.errors import ConfigError
 _FORMATS = {
     "gptq": "common.engine.quantization.checkpoints.gptq:GPTQ",
     "awq": "common.engine.quantization.checkpoints.awq:AWQ",
+    "fp8": "common.engine.quantization.checkpoints.fp8:FP8",
+    "compressed-tensors": "common.engine.quantization.checkpoints.compressed_tensors:CompressedTensors",
 }
 _CLASSES: Registry[Callable[[Mapping[str, Any]], CheckpointFormat]] = Registry("model", _FORMATS)
 
