@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from common.engine.devices.cpu.kernels.compiled import has_openmp
-from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS
+from common.engine.devices.cpu.kernels.grouped_linear import Codes
+from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.paired_grouped_linear import can_pair
+from common.engine.devices.cpu.kernels.tiled_int8_linear import can_tile_int8
+from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, has_tiles
 from common.engine.devices.cpu.streamed_grouped_linear import StreamedGroupedLinear, can_stream
 from common.engine.devices.cpu.streamed_int8_linear import StreamedInt8Linear
 from common.engine.quantization.base import QuantizedLinear
@@ -55,6 +59,7 @@ def compile_linears(model: nn.Module) -> None:
 def compiled(linear: QuantizedLinear, *, batch_invariant: bool = False) -> Compiled:
     """The layer on compiled kernels. Raises ModelLoadError if these compute something else than torch.
     `batch_invariant`: a row's result does not depend on how many rows there are."""
+    linear = _suited(linear)
     checked = _Checked(linear.in_features, linear.out_features, linear.weight.dtype, linear.bias is not None)
     if isinstance(linear, GroupedLinear):
         shift, order = linear.shift is not None, linear.order is not None
@@ -63,6 +68,21 @@ def compiled(linear: QuantizedLinear, *, batch_invariant: bool = False) -> Compi
     assert isinstance(linear, Int8Linear)
     _check_kernels(checked)
     return StreamedInt8Linear(linear)
+
+
+def _suited(linear: QuantizedLinear) -> QuantizedLinear:
+    """The layer in the format whose kernels are faster, where two can hold it: int8 with a scale for each output."""
+    dtype = linear.weight.dtype
+    is_tiled = dtype == torch.bfloat16 and has_tiles() and can_tile_int8(linear.in_features, linear.out_features)
+    if isinstance(linear, Int8Linear):
+        if not is_tiled and can_pair(element_type_of(dtype), Codes.INT8, linear.in_features):
+            return GroupedLinear(linear.integers.T, linear.scale[None], None, linear.bias, dtype)
+        return linear
+    assert isinstance(linear, GroupedLinear)
+    has_scales_only = len(linear.scale) == 1 and linear.shift is None and linear.order is None
+    if is_tiled and linear.codes.dtype == torch.int8 and has_scales_only:
+        return Int8Linear(linear.codes.T.contiguous(), linear.scale[0], linear.bias, dtype)
+    return linear
 
 
 @cache

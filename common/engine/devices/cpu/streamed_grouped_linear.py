@@ -25,7 +25,12 @@ from common.engine.devices.cpu.kernels.grouped_linear import (
 )
 from common.engine.devices.cpu.kernels.int8_linear import GRANULE, block_of
 from common.engine.devices.cpu.kernels.language import element_type_of
-from common.engine.quantization.grouped import GroupedLinear
+from common.engine.devices.cpu.kernels.paired_grouped_linear import (
+    can_pair,
+    dequantize_pairs_kernel,
+    paired_grouped_linear_kernel,
+)
+from common.engine.quantization.grouped import GroupedLinear, to_int32
 
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
 _FEW_ROWS = 64  # that cost less over packed weights than over those that oneDNN multiplies
@@ -49,18 +54,25 @@ class StreamedGroupedLinear(nn.Module):
         self._batch_invariant = batch_invariant
         self._padding = -self.out_features % GRANULE
         self._block = block_of(self.out_features + self._padding)
-        factor = FLOAT8_FACTOR if codes is Codes.FLOAT8 else 1.0
+        in_pairs = can_pair(element, codes, group)
         weight = self._in_blocks(linear.codes.view(torch.int8) if codes is Codes.FLOAT8 else linear.codes)
-        kept = {"weight": weight ^ _SIGNS if codes is Codes.INT4 else weight}
+        if codes is Codes.INT4:
+            weight = weight ^ _SIGNS
+        factor = FLOAT8_FACTOR if codes is Codes.FLOAT8 and not in_pairs else 1.0
+        kept = {"weight": _in_pairs(weight, codes) if in_pairs else weight}
         kept["scale"] = self._in_blocks(linear.scale * factor)
         if linear.shift is not None:
             kept["shift"] = self._in_blocks(linear.shift)
         bias = None if linear.bias is None else functional.pad(linear.bias.detach().float(), (0, self._padding))
         has_shift, has_bias = linear.shift is not None, bias is not None
         use_huge_pages(kept["weight"].data_ptr(), kept["weight"].nbytes)
-        kernel = grouped_linear_kernel(element, codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
-        self._multiply = Call(kernel)
-        self._dequantize = Call(dequantize_kernel(element, codes, self._block, group, has_shift=has_shift))
+        if in_pairs:
+            kernel = paired_grouped_linear_kernel(codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
+            widening = dequantize_pairs_kernel(codes, self._block, group, has_shift=has_shift)
+        else:
+            kernel = grouped_linear_kernel(element, codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
+            widening = dequantize_kernel(element, codes, self._block, group, has_shift=has_shift)
+        self._multiply, self._dequantize = Call(kernel), Call(widening)
         for call in (self._multiply, self._dequantize):
             call.set("in_features", self.in_features)
             for name, tensor in kept.items():
@@ -144,3 +156,18 @@ class _Reorder:
 def can_stream(linear: GroupedLinear) -> bool:
     """True if there are kernels for groups of so many inputs."""
     return piece_of(linear.group) is not None
+
+
+def _in_pairs(weight: torch.Tensor, codes: Codes) -> torch.Tensor:
+    """Codes in blocks [blocks, rows, block] as the kernels for pairs take them."""
+    num_blocks, num_rows, block = weight.shape
+    match codes:
+        case Codes.INT8:
+            return weight
+        case Codes.INT4:  # those of even inputs in the lower half of a word, those of odd ones in the upper half
+            shifts = ((4 * i, 4 * (i // 2) + 16 * (i % 2)) for i in range(8))
+            words = weight.to(torch.int64)
+            return to_int32(sum((words >> own & 15) << other for own, other in shifts))  # type: ignore[arg-type]
+        case Codes.FLOAT8:  # of four outputs the first two inputs, then the next two
+            quads = weight.view(num_blocks, num_rows // 4, 2, 2, block // 4, 4)
+            return quads.permute(0, 1, 4, 2, 5, 3).contiguous()

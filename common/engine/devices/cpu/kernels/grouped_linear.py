@@ -127,7 +127,7 @@ def grouped_linear_kernel(
                     multiply_piece(b, sources, widened, sums, block, piece)
                 start = end
 
-    return Kernel("grouped_linear", _arguments(element, codes), body)
+    return Kernel("grouped_linear", arguments_of(element, codes), body)
 
 
 @cache
@@ -146,7 +146,7 @@ def dequantize_kernel(element: ElementType, codes: Codes, block: int, group: int
                 target = a.out.at((group_start + part + k) * a.stride + task * block + place)
                 target.store(widened.at(k * block + place).load(MAX_LANES))
 
-    return Kernel("dequantize", _arguments(element, codes, "first_block", "stride"), body)
+    return Kernel("dequantize", arguments_of(element, codes, "first_block", "stride"), body)
 
 
 @cache
@@ -162,7 +162,8 @@ def reorder_kernel(element: ElementType) -> Kernel:
     return Kernel("reorder", arguments, body)
 
 
-def _arguments(element: ElementType, codes: Codes, *others: str) -> dict[str, ElementType | None]:
+def arguments_of(element: ElementType, codes: Codes, *others: str) -> dict[str, ElementType | None]:
+    """Arguments of a kernel with weights in groups."""
     floats = dict.fromkeys(("scale", "shift", "bias"), ElementType.FLOAT32)
     sizes = dict.fromkeys(("num_rows", "in_features", "out_features", *others))
     return {"inputs": element, "weight": codes.element, "out": element} | floats | sizes

@@ -68,11 +68,16 @@ def fma_pairs(b: Builder, first: Value, second: Value, third: Value) -> Value:
     """`third` plus, in each lane, the products of two pairs. A processor with an instruction for it rounds
     differently."""
     if not MULTIPLIES_PAIRS:
-        for half in (_lower, _upper):
-            third = b.fma(half(b, first), half(b, second), third)
+        for one, other in zip(halves_of(b, first), halves_of(b, second), strict=True):
+            third = b.fma(one, other, third)
         return third
     nodes = [third.node, *(b.ir.bitcast(each.node, _PAIRS) for each in (first, second))]
     return Value(b, b.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", third.node.type, nodes))
+
+
+def halves_of(b: Builder, pairs: Value) -> tuple[Value, Value]:
+    """The first and the second numbers of pairs, as float32."""
+    return _lower(b, pairs), _upper(b, pairs)
 
 
 def _interleaved(b: Builder, halves: Any) -> Value:
@@ -83,10 +88,14 @@ def _interleaved(b: Builder, halves: Any) -> Value:
 
 
 def _lower(b: Builder, pairs: Value) -> Value:
-    shifted = b.ir.shl(pairs.node, constant(INT32, 16, pairs.lanes))
+    shifted = b.ir.shl(_bits(b, pairs), constant(INT32, 16, pairs.lanes))
     return Value(b, b.ir.bitcast(shifted, like(FLOAT, pairs.lanes)))
 
 
 def _upper(b: Builder, pairs: Value) -> Value:
-    masked = b.ir.and_(pairs.node, constant(INT32, _UPPER_HALF, pairs.lanes))
+    masked = b.ir.and_(_bits(b, pairs), constant(INT32, _UPPER_HALF, pairs.lanes))
     return Value(b, b.ir.bitcast(masked, like(FLOAT, pairs.lanes)))
+
+
+def _bits(b: Builder, pairs: Value) -> Any:
+    return b.ir.bitcast(pairs.node, like(INT32, pairs.lanes))
