@@ -41,8 +41,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="int8: weights of linear layers are rounded to 8 bits as the model is loaded, with a scale for "
-            "each output; decode steps read half of what they do in bfloat16. On CPUs. module:class of a "
-            "QuantizedLinear: in its format. none: weights are of dtype."
+            "each output; decode steps read half of what they do in bfloat16. int8-dynamic: the same, and activations "
+            "are rounded to 8 bits for each token, which makes prompts faster and costs quality. On CPUs. module:class "
+            "of a QuantizedLinear: in its format. none: weights are as in the checkpoint."
         ),
     ] = None
     device: Annotated[

@@ -55,7 +55,7 @@ def test_it_promises_nothing_of_batches() -> None:
 
 
 def test_one_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match="quantization: 'fp3' is none of int8") as caught:
+    with pytest.raises(ConfigError, match="quantization: 'fp3' is none of int8, int8-dynamic") as caught:
         LLM(tiny_model_dir("llama"), quantization="fp3")
     assert caught.value.param == "quantization"
 

@@ -30,6 +30,7 @@ WEIGHTS = [  # dtype and quantization
     ("float32", None),
     pytest.param("bfloat16", None, marks=NEEDS_TILES),
     ("float32", "int8"),
+    ("float32", "int8-dynamic"),
     pytest.param("bfloat16", "int8", marks=NEEDS_TILES),
 ]
 

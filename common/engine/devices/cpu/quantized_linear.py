@@ -14,14 +14,20 @@ from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.paired_grouped_linear import can_pair
 from common.engine.devices.cpu.kernels.tiled_int8_linear import can_tile_int8
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, has_tiles
+from common.engine.devices.cpu.streamed_dynamic_int8_linear import (
+    RoundedInputsLinear,
+    StreamedDynamicInt8Linear,
+    can_round,
+)
 from common.engine.devices.cpu.streamed_grouped_linear import StreamedGroupedLinear, can_stream
 from common.engine.devices.cpu.streamed_int8_linear import StreamedInt8Linear
 from common.engine.quantization.base import QuantizedLinear
+from common.engine.quantization.dynamic_int8 import DynamicInt8Linear
 from common.engine.quantization.grouped import PER_WORD, GroupedLinear
 from common.engine.quantization.int8 import Int8Linear
 from common.errors import ModelLoadError
 
-Compiled = StreamedInt8Linear | StreamedGroupedLinear
+Compiled = StreamedInt8Linear | StreamedGroupedLinear | StreamedDynamicInt8Linear | RoundedInputsLinear
 
 _CHECKED_ROWS = (1, MAX_TILE_ROWS - 1, 2 * MAX_TILE_ROWS + 3)  # that all kernels take part in
 _CHECKED_OUTPUTS = 192
@@ -39,6 +45,7 @@ class _Checked(NamedTuple):
     group: int = 0
     has_shift: bool = False
     has_order: bool = False
+    rounds: bool = False  # activations
 
 
 def has_kernels(linear: QuantizedLinear) -> bool:
@@ -59,6 +66,9 @@ def compile_linears(model: nn.Module) -> None:
 def compiled(linear: QuantizedLinear, *, batch_invariant: bool = False) -> Compiled:
     """The layer on compiled kernels. Raises ModelLoadError if these compute something else than torch.
     `batch_invariant`: a row's result does not depend on how many rows there are."""
+    if isinstance(linear, DynamicInt8Linear) and not can_round(linear):
+        weights = Int8Linear(linear.integers, linear.scale, None, linear.weight.dtype)
+        return RoundedInputsLinear(linear, compiled(weights, batch_invariant=batch_invariant))
     linear = _suited(linear)
     checked = _Checked(linear.in_features, linear.out_features, linear.weight.dtype, linear.bias is not None)
     if isinstance(linear, GroupedLinear):
@@ -66,14 +76,16 @@ def compiled(linear: QuantizedLinear, *, batch_invariant: bool = False) -> Compi
         _check_kernels(checked._replace(codes=linear.codes.dtype, group=linear.group, has_shift=shift, has_order=order))
         return StreamedGroupedLinear(linear, batch_invariant=batch_invariant)
     assert isinstance(linear, Int8Linear)
-    _check_kernels(checked)
-    return StreamedInt8Linear(linear)
+    _check_kernels(checked._replace(rounds=isinstance(linear, DynamicInt8Linear)))
+    return _kernels_of(linear)
 
 
 def _suited(linear: QuantizedLinear) -> QuantizedLinear:
     """The layer in the format whose kernels are faster, where two can hold it: int8 with a scale for each output."""
     dtype = linear.weight.dtype
     is_tiled = dtype == torch.bfloat16 and has_tiles() and can_tile_int8(linear.in_features, linear.out_features)
+    if isinstance(linear, DynamicInt8Linear):
+        return linear
     if isinstance(linear, Int8Linear):
         if not is_tiled and can_pair(element_type_of(dtype), Codes.INT8, linear.in_features):
             return GroupedLinear(linear.integers.T, linear.scale[None], None, linear.bias, dtype)
@@ -93,13 +105,19 @@ def _check_kernels(checked: _Checked) -> None:
     dtype = checked.dtype
     inputs = torch.randn(max(_CHECKED_ROWS), checked.in_features, generator=generator).to(dtype)
     expected = linear(inputs).float()
-    kernels = StreamedGroupedLinear(linear) if isinstance(linear, GroupedLinear) else StreamedInt8Linear(linear)
+    kernels = _kernels_of(linear)
     for num_rows in _CHECKED_ROWS:
         found = kernels(inputs[:num_rows]).float()
         error = float((found - expected[:num_rows]).norm() / expected[:num_rows].norm())
         if not error <= _MAX_ERROR[dtype]:
             reason = f"the kernels for quantised weights differ from torch (relative error {error:.2g})"
             raise ModelLoadError(reason, param="quantization")
+
+
+def _kernels_of(linear: Int8Linear | GroupedLinear) -> Compiled:
+    if isinstance(linear, GroupedLinear):
+        return StreamedGroupedLinear(linear)
+    return StreamedDynamicInt8Linear(linear) if isinstance(linear, DynamicInt8Linear) else StreamedInt8Linear(linear)
 
 
 def _num_outputs(checked: _Checked) -> int:
@@ -115,7 +133,8 @@ def _random_int8(checked: _Checked, generator: torch.Generator) -> Int8Linear:
     shape = _num_outputs(checked), checked.in_features
     integers = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
     scale = torch.rand(len(integers), generator=generator) / 128
-    return Int8Linear(integers, scale, _random_bias(checked, generator), checked.dtype)
+    layer = DynamicInt8Linear if checked.rounds else Int8Linear
+    return layer(integers, scale, _random_bias(checked, generator), checked.dtype)
 
 
 def _random_groups(checked: _Checked, generator: torch.Generator) -> GroupedLinear:

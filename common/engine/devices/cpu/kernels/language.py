@@ -415,6 +415,10 @@ class Builder:
         """first * second + third, rounded once."""
         return self._intrinsic("llvm.fma", [first, second, third])
 
+    def rounded(self, value: Value) -> Value:
+        """The nearest whole number, still as float32; of two the even one."""
+        return self._intrinsic("llvm.rint", [value])
+
     def sqrt(self, value: Value) -> Value:
         """The square root."""
         return self._intrinsic("llvm.sqrt", [value])
