@@ -43,6 +43,7 @@ from common.engine.model.parallel_plan import (
 )
 from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, cut_stage, whole_model
+from common.engine.quantization.base import QuantizedLinear
 from common.engine.quantization.checkpoints.base import CheckpointFormat
 from common.engine.quantization.grouped import GroupedLinear
 from common.errors import ModelLoadError
@@ -393,7 +394,7 @@ def _cut(model: Any, name: str, part: Part, num_outputs: int, ranks: Ranks) -> N
         num_embeddings, layer.num_embeddings, layer.padding_idx = layer.num_embeddings, num_rows, None
         model.set_submodule(name, CutEmbedding(layer, part.start, num_embeddings, ranks.all_reduce))
         return
-    if type(layer) is nn.Linear:
+    if not isinstance(layer, QuantizedLinear):
         layer.whole = CutLayer(part.dim, part.start, part.stop, layer.in_features, num_outputs)
     layer.out_features, layer.in_features = num_rows, num_columns
     if part.sums and ranks.rank > 0:
