@@ -67,7 +67,10 @@ def test_eight_and_none_in_a_batch(settings: dict[str, Any], adapters: list[Path
         assert llm.check_integrity().violations == []
 
 
-def test_decode_steps_with_adapters_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8", "int8-dynamic"])
+def test_decode_steps_with_adapters_are_recorded(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a model as wide as kernels take them, whose layers have adapters that come while it runs."""
     for limit in ("_MIN_WEIGHTS", "_MIN_WEIGHTS_FOR_ONE_TOKEN"):
         monkeypatch.setattr(packed_linear, limit, 1)
@@ -79,11 +82,12 @@ def test_decode_steps_with_adapters_are_recorded(tmp_path: Path, monkeypatch: py
         write_adapter(tmp_path / "b", model, seed=3, rank=20),
     ]
     prompt = prompt_of(9)
-    with LLM(model, block_size=4, num_blocks=100) as llm:
+    with LLM(model, block_size=4, num_blocks=100, quantization=quantization) as llm:
         for several in (chosen[:1], chosen[:2], chosen, chosen[::-1]):
             requests = [named(each) for each in several]
             found = llm.generate([prompt] * len(several), GREEDY, use_tqdm=False, lora_request=requests)
-            assert [each.token_ids for each in found] == [expected(model, adapter, prompt) for adapter in several]
+            if quantization is None:
+                assert [each.token_ids for each in found] == [expected(model, adapter, prompt) for adapter in several]
         recorded = llm._client._core._executor._worker._runner._recorded._steps
         assert {(1, False, False), (2, False, True), (3, False, True)} <= recorded.keys()
         assert llm._client.stats().num_failed_recordings == 0

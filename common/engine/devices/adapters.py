@@ -45,6 +45,12 @@ class AdapterRows:
         self._num_slots = num_slots
         self._num_rows = len(slots)
 
+    def of(self, run: AdapterRun) -> slice | torch.Tensor:
+        """The rows of an adapter in the batch."""
+        if run.first_row is None:
+            return self.rows[run.start : run.stop]
+        return slice(run.first_row, run.first_row + run.stop - run.start)
+
     @cached_property
     def routes(self) -> torch.Tensor:
         """Returns the numbers that kernels read, see `write_routes`."""
@@ -138,6 +144,10 @@ class LoraPair(NamedTuple):
     b: torch.Tensor  # [out_features, rank]
 
 
+Low = list[tuple[AdapterRun, torch.Tensor]] | None
+"""The first products of a layer [rows, sum of ranks], adapter by adapter; None: they are in the kernels' scratch."""
+
+
 class LayerAdapters(Protocol):
     """The adapters of one linear layer, or of several that are computed as one, with their outputs side by side."""
 
@@ -150,8 +160,11 @@ class LayerAdapters(Protocol):
     def remove(self, slot: int) -> None:
         """Forgets an adapter."""
 
-    def add(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds what adapters give the rows, `inputs` [rows, in_features], to `out` [rows, out_features] in place."""
+    def down(self, inputs: torch.Tensor) -> Low:
+        """The first products of the rows, `inputs` [rows, in_features], valid until the next call of any layer."""
+
+    def up(self, low: Low, out: torch.Tensor) -> None:
+        """Adds the second products of these to the layer's outputs `out` [rows, out_features], in place."""
 
 
 class PerRow(Protocol):
@@ -171,9 +184,11 @@ class AdaptedLinear:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
+        if not self.batch.is_active:
+            return self.plain(inputs)
+        low = self._adapters.down(inputs)  # first, as a recorded layer may overwrite its inputs
         out = self.plain(inputs)
-        if self.batch.is_active:
-            self._adapters.add(inputs, out)
+        self._adapters.up(low, out)
         return out
 
 

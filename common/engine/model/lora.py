@@ -147,11 +147,14 @@ class AdaptedModule(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
-        out: torch.Tensor = self.base(inputs)
         if self.seen is not None:
             self.seen.append(inputs.numel() // inputs.shape[-1])
-        if self._batch.is_active:
-            self._adapters.add(inputs.reshape(-1, inputs.shape[-1]), out.view(-1, out.shape[-1]))
+        if not self._batch.is_active:
+            plain: torch.Tensor = self.base(inputs)
+            return plain
+        low = self._adapters.down(inputs.reshape(-1, inputs.shape[-1]))
+        out: torch.Tensor = self.base(inputs).contiguous()
+        self._adapters.up(low, out.view(-1, out.shape[-1]))
         return out
 
     def __getattr__(self, name: str) -> Any:

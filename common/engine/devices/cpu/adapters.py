@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.devices.adapters import AdapterBatch, LoraPair
+from common.engine.devices.adapters import AdapterBatch, LoraPair, Low
 from common.engine.devices.cpu.kernels.compiled import Call, CannotRecordError, is_recording, threads_for
 from common.engine.devices.cpu.kernels.experts import BLOCK
 from common.engine.devices.cpu.kernels.language import element_type_of
@@ -73,29 +73,37 @@ class CpuLayerAdapters(TorchLayerAdapters):
         self._table[slot] = 0
         self._kept.pop(slot, None)
 
-    def add(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
+    def down(self, inputs: torch.Tensor) -> Low:
         """See LayerAdapters."""
-        if self._calls is None or len(inputs) > MAX_ROWS or not out.is_contiguous():
+        if self._calls is None or len(inputs) > MAX_ROWS:
             if is_recording():
                 raise CannotRecordError(f"adapters of {len(inputs)} rows are left to torch")
-            super().add(inputs, out)
-            return
-        down, up = self._calls
-        batch = self.batch
-        assert batch.rows is not None
-        routes = batch.rows.routes
+            return super().down(inputs)
+        batch, call = self.batch, self._calls[0]
         if batch.scratch.numel() < MAX_ROWS * self._stride:
             batch.scratch = torch.empty(MAX_ROWS * self._stride)
         inputs = inputs.contiguous()
-        num_threads = threads_for(self._num_weights)
-        down.point("routes", routes)
-        down.point("inputs", inputs)
-        down.point("low", batch.scratch)
-        down.run(batch.num_slots * self._max_blocks, num_threads)
-        up.point("routes", routes)
-        up.point("low", batch.scratch)
-        up.point("out", out)
-        up.run(sum(self._sizes) // width_of(self._sizes), num_threads)
+        self._point(call)
+        call.point("inputs", inputs)
+        call.run(batch.num_slots * self._max_blocks, threads_for(self._num_weights))
+        return None
+
+    def up(self, low: Low, out: torch.Tensor) -> None:
+        """See LayerAdapters."""
+        if low is not None:
+            super().up(low, out)
+            return
+        assert self._calls is not None
+        assert out.is_contiguous()
+        call = self._calls[1]
+        self._point(call)
+        call.point("out", out)
+        call.run(sum(self._sizes) // width_of(self._sizes), threads_for(self._num_weights))
+
+    def _point(self, call: Call) -> None:
+        assert self.batch.rows is not None
+        call.point("routes", self.batch.rows.routes)
+        call.point("low", self.batch.scratch)
 
 
 def _padded(rank: int) -> int:

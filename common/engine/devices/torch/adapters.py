@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.engine.devices.adapters import AdapterBatch, LoraPair
+from common.engine.devices.adapters import AdapterBatch, LoraPair, Low
 
 
 class _Part(NamedTuple):
@@ -53,24 +53,25 @@ class TorchLayerAdapters:
         """See LayerAdapters."""
         self._adapters.pop(slot, None)
 
-    def add(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
+    def down(self, inputs: torch.Tensor) -> Low:
         """See LayerAdapters."""
         rows = self.batch.rows
         assert rows is not None
-        for run in rows.runs:
-            adapter = self._adapters.get(run.slot)
-            if adapter is None:
-                continue
-            if run.first_row is None:
-                own = rows.rows[run.start : run.stop]
-                low = inputs[own] @ adapter.a
-                for outputs, ranks, b in adapter.parts:
-                    out[:, outputs].index_add_(0, own, low[:, ranks] @ b)
-            else:
-                consecutive = slice(run.first_row, run.first_row + run.stop - run.start)
-                low = inputs[consecutive] @ adapter.a
-                for outputs, ranks, b in adapter.parts:
-                    out[consecutive, outputs].addmm_(low[:, ranks], b)
+        runs = [run for run in rows.runs if run.slot in self._adapters]
+        return [(run, inputs[rows.of(run)] @ self._adapters[run.slot].a) for run in runs]
+
+    def up(self, low: Low, out: torch.Tensor) -> None:
+        """See LayerAdapters."""
+        rows = self.batch.rows
+        assert rows is not None
+        assert low is not None
+        for run, products in low:
+            own = rows.of(run)
+            for outputs, ranks, b in self._adapters[run.slot].parts:
+                if isinstance(own, slice):
+                    out[own, outputs].addmm_(products[:, ranks], b)
+                else:
+                    out[:, outputs].index_add_(0, own, products[:, ranks] @ b)
 
 
 def _only(pairs: Sequence[LoraPair | None]) -> LoraPair:
