@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.errors import (
     BatonError,
+    ConflictError,
     DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
@@ -16,6 +17,7 @@ from common.errors import (
 
 __all__ = [
     "BatonError",
+    "ConflictError",
     "DeadlineExceededError",
     "InvalidRequestError",
     "OverloadedError",

@@ -9,6 +9,7 @@ BatonError                      code -> HTTP status, gRPC status, metric label
 |-- UnknownModelError           404
 |-- UnknownPodError             404
 |-- UnknownRequestError         404
+|-- ConflictError               409; it contradicts what there is, such as a name that is taken
 |-- UnauthenticatedError        401; no valid API key
 |-- PermissionDeniedError       403; the API key is not one that may do this
 |-- PayloadTooLargeError        413
@@ -61,6 +62,7 @@ class ErrorCode(enum.Enum):
     PERMISSION_DENIED = CodeSpec(12, 403, "PERMISSION_DENIED", "permission_error")
     NON_FINITE = CodeSpec(13, 500, "INTERNAL", "server_error")
     GRAMMAR_TOO_SLOW = CodeSpec(14, 400, "INVALID_ARGUMENT", "invalid_request_error")
+    CONFLICT = CodeSpec(15, 409, "ALREADY_EXISTS", "invalid_request_error")
 
     @property
     def label(self) -> str:
@@ -163,6 +165,12 @@ class UnknownRequestError(BatonError):
     """Nothing is kept of a request with that id that this key may see."""
 
     code = ErrorCode.NOT_FOUND
+
+
+class ConflictError(BatonError):
+    """It contradicts what there is, such as a name that is taken."""
+
+    code = ErrorCode.CONFLICT
 
 
 class UnauthenticatedError(BatonError):
@@ -278,6 +286,7 @@ class TransferCancelledError(TransferError):
 _CLASSES: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.INVALID_ARGUMENT: InvalidRequestError,
     ErrorCode.NOT_FOUND: UnknownModelError,
+    ErrorCode.CONFLICT: ConflictError,
     ErrorCode.UNAUTHENTICATED: UnauthenticatedError,
     ErrorCode.PERMISSION_DENIED: PermissionDeniedError,
     ErrorCode.TOO_LARGE: PayloadTooLargeError,

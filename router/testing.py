@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import grpc
 
-from common.errors import BatonError, UnavailableError
+from common.errors import BatonError, ConflictError, InvalidRequestError, UnavailableError
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.errors import error_to_pb, rpc_errors
 from common.rpc.server import RpcServer
@@ -61,6 +61,9 @@ class FakePod:
         self.profiles: list[pods_pb2.ProfileRequest] = []
         self.profile_events: list[pods_pb2.ProfileEvent] = []  # the answer
         self.num_cache_resets = 0
+        self.adapters: dict[str, bytes] = {}  # digests by the paths from which it can load them
+        self.loads: list[pods_pb2.LoadAdapterRequest] = []
+        self.names: dict[str, pods_pb2.AdapterName] = {}  # of its adapters
         self.stats = pods_pb2.PodStats(num_free_blocks=100, num_blocks=100)
         self.info = pods_pb2.PodInfo(
             pod_id=f"fake-{os.getpid()}-{next(_incarnations)}",
@@ -96,6 +99,14 @@ class FakePod:
         """Report these figures from now on."""
         self.stats = stats
         await self.changed()
+
+    async def name_adapter(self, name: pods_pb2.AdapterName) -> None:
+        """Has it know an adapter by this name, and say so."""
+        self.names[name.name] = name
+        stats = pods_pb2.PodStats()
+        stats.CopyFrom(self.stats)
+        stats.adapters.CopyFrom(pods_pb2.AdapterNames(names=self.names.values()))
+        await self.set_stats(stats)
 
     async def changed(self) -> None:
         """Wake everyone who waits for something about this pod."""
@@ -289,6 +300,24 @@ class _PodServicer(pods_pb2_grpc.PodServicer):
         self, request: pods_pb2.CheckIntegrityRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.CheckIntegrityResponse:
         return pods_pb2.CheckIntegrityResponse()
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: pods_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.LoadAdapterResponse:
+        self._pod.loads.append(request)
+        async with rpc_errors(context):
+            digest = self._pod.adapters.get(request.path)
+            if digest is None:
+                raise InvalidRequestError(f"lora_path: there is no {request.path}", param="lora_path")
+            if request.digest not in (b"", digest):
+                raise ConflictError("another digest", param="lora_path")
+        return pods_pb2.LoadAdapterResponse(digest=digest)
+
+    async def NameAdapter(  # noqa: N802
+        self, request: pods_pb2.NameAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.NameAdapterResponse:
+        await self._pod.name_adapter(request.name)
+        return pods_pb2.NameAdapterResponse()
 
     async def Profile(  # noqa: N802
         self, request: pods_pb2.ProfileRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -145,6 +145,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The model computed infinities or NaN for this request."""
     ERROR_CODE_GRAMMAR_TOO_SLOW: _ErrorCode.ValueType  # 14
     """Following the request's grammar takes more time or memory than it may."""
+    ERROR_CODE_CONFLICT: _ErrorCode.ValueType  # 15
+    """It contradicts what there is, such as a name that is taken."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Class of a failure; each maps to one HTTP status, one gRPC status and one metric label (common/errors.py)."""
@@ -165,6 +167,8 @@ ERROR_CODE_NON_FINITE: ErrorCode.ValueType  # 13
 """The model computed infinities or NaN for this request."""
 ERROR_CODE_GRAMMAR_TOO_SLOW: ErrorCode.ValueType  # 14
 """Following the request's grammar takes more time or memory than it may."""
+ERROR_CODE_CONFLICT: ErrorCode.ValueType  # 15
+"""It contradicts what there is, such as a name that is taken."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

@@ -933,6 +933,7 @@ class PodInfo(_message.Message):
     MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     PROPOSER_FIELD_NUMBER: _builtins.int
     PARALLEL_SIZES_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
@@ -966,6 +967,8 @@ class PodInfo(_message.Message):
     """But so many prompt tokens in any case."""
     kv_dtype: _builtins.str
     """Type of the numbers in KV blocks: float32, bfloat16, float16, int8 or float8_e4m3fn."""
+    max_adapters: _builtins.int
+    """LoRA adapters that an engine of it computes requests with at once."""
     proposer: _builtins.str
     """What proposes drafts: the method in its setting `speculative`; empty: nothing does."""
     @_builtins.property
@@ -996,12 +999,13 @@ class PodInfo(_message.Message):
         min_prefill_tokens: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         kv_dtype: _builtins.str = ...,
+        max_adapters: _builtins.int = ...,
         proposer: _builtins.str = ...,
         parallel_sizes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "proposer", b"proposer", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "proposer", b"proposer", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1056,6 +1060,8 @@ class PodStats(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    RUNNING_ADAPTERS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch."""
     num_waiting: _builtins.int
@@ -1104,6 +1110,14 @@ class PodStats(_message.Message):
 
     @_builtins.property
     def drafts(self) -> Global___DraftStats: ...
+    @_builtins.property
+    def adapters(self) -> Global___AdapterNames:
+        """Of the pod; in the first report of a stream, and when they have changed."""
+
+    @_builtins.property
+    def running_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Digests of the LoRA adapters that requests are computed with."""
+
     def __init__(
         self,
         *,
@@ -1128,14 +1142,76 @@ class PodStats(_message.Message):
         ranks: _abc.Iterable[Global___RankStats] | None = ...,
         data_parallel_rank: _builtins.int = ...,
         drafts: Global___DraftStats | None = ...,
+        adapters: Global___AdapterNames | None = ...,
+        running_adapters: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "drafts", b"drafts", "kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel_rank", b"data_parallel_rank", "drafts", b"drafts", "draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "data_parallel_rank", b"data_parallel_rank", "drafts", b"drafts", "draining", b"draining", "kv_bytes_loaded", b"kv_bytes_loaded", "kv_bytes_saved", b"kv_bytes_saved", "kv_events", b"kv_events", "last_step_s", b"last_step_s", "last_step_tokens", b"last_step_tokens", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_generation_tokens", b"num_generation_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_for_remote_kv", b"num_waiting_for_remote_kv", "phases", b"phases", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "ranks", b"ranks", "running_adapters", b"running_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PodStats: _TypeAlias = PodStats  # noqa: Y015
+
+@_typing.final
+class AdapterNames(_message.Message):
+    """The names of a pod's LoRA adapters, those that were taken away within the last day included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterName]: ...
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[Global___AdapterName] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterNames: _TypeAlias = AdapterNames  # noqa: Y015
+
+@_typing.final
+class AdapterName(_message.Message):
+    """A name of a LoRA adapter. Pods say what they have; routers make them agree."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    IS_PERMANENT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As clients use it."""
+    revision: _builtins.int
+    """Of several for a name the highest holds; nanoseconds since 1970, 1: from settings."""
+    digest: _builtins.bytes
+    """Of the adapter's weights; empty: the name was taken away."""
+    path: _builtins.str
+    """Directory or hub id from which the adapter was loaded."""
+    is_permanent: _builtins.bool
+    """It is in the pod's settings."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        path: _builtins.str = ...,
+        is_permanent: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "is_permanent", b"is_permanent", "name", b"name", "path", b"path", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterName: _TypeAlias = AdapterName  # noqa: Y015
 
 @_typing.final
 class DraftStats(_message.Message):
@@ -1502,6 +1578,95 @@ class ProfileReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProfileReport: _TypeAlias = ProfileReport  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Directory on the pod's machine, or hub id."""
+    digest: _builtins.bytes
+    """It must have, and need not be read if it is loaded; empty: any."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Of its weights."""
+    rank: _builtins.int
+    """Largest of its matrices."""
+    num_bytes: _builtins.int
+    """In memory."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        rank: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class NameAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def name(self) -> Global___AdapterName:
+        """`is_permanent` is ignored."""
+
+    def __init__(
+        self,
+        *,
+        name: Global___AdapterName | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NameAdapterRequest: _TypeAlias = NameAdapterRequest  # noqa: Y015
+
+@_typing.final
+class NameAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NameAdapterResponse: _TypeAlias = NameAdapterResponse  # noqa: Y015
 
 @_typing.final
 class CheckIntegrityRequest(_message.Message):

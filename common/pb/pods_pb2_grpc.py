@@ -301,6 +301,16 @@ class PodStub:
                 request_serializer=baton_dot_v1_dot_pods__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_pods__pb2.ProfileEvent.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Pod/LoadAdapter',
+                request_serializer=baton_dot_v1_dot_pods__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_pods__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.NameAdapter = channel.unary_unary(
+                '/baton.v1.Pod/NameAdapter',
+                request_serializer=baton_dot_v1_dot_pods__pb2.NameAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_pods__pb2.NameAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class PodServicer:
@@ -358,6 +368,22 @@ class PodServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Makes requests with a LoRA adapter computable. The pod keeps it as long as it has a name, and its setting
+        `lora_grace_s` after this call and after its last name. ALREADY_EXISTS if it has another digest than was asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NameAdapter(self, request, context):
+        """Gives a name to an adapter that is loaded, or takes a name away. A call with an older revision of the name, or for
+        a name that is in the pod's settings, changes nothing and is ALREADY_EXISTS. NOT_FOUND if the adapter is not loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PodServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -395,6 +421,16 @@ def add_PodServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=baton_dot_v1_dot_pods__pb2.ProfileRequest.FromString,
                     response_serializer=baton_dot_v1_dot_pods__pb2.ProfileEvent.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=baton_dot_v1_dot_pods__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_pods__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'NameAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.NameAdapter,
+                    request_deserializer=baton_dot_v1_dot_pods__pb2.NameAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_pods__pb2.NameAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -587,6 +623,60 @@ class Pod:
             '/baton.v1.Pod/Profile',
             baton_dot_v1_dot_pods__pb2.ProfileRequest.SerializeToString,
             baton_dot_v1_dot_pods__pb2.ProfileEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Pod/LoadAdapter',
+            baton_dot_v1_dot_pods__pb2.LoadAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_pods__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NameAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Pod/NameAdapter',
+            baton_dot_v1_dot_pods__pb2.NameAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_pods__pb2.NameAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -162,6 +162,14 @@ class PodStub:
     """Takes a profile of the pod's engine: `report` once it is taken, then its trace in parts. Cancelling the call ends it.
     One at a time; RESOURCE_EXHAUSTED while another is taken.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_pods_pb2.LoadAdapterRequest, _pods_pb2.LoadAdapterResponse]
+    """Makes requests with a LoRA adapter computable. The pod keeps it as long as it has a name, and its setting
+    `lora_grace_s` after this call and after its last name. ALREADY_EXISTS if it has another digest than was asked for.
+    """
+    NameAdapter: _grpc.UnaryUnaryMultiCallable[_pods_pb2.NameAdapterRequest, _pods_pb2.NameAdapterResponse]
+    """Gives a name to an adapter that is loaded, or takes a name away. A call with an older revision of the name, or for
+    a name that is in the pod's settings, changes nothing and is ALREADY_EXISTS. NOT_FOUND if the adapter is not loaded.
+    """
 
 @_typing.type_check_only
 class PodAsyncStub(PodStub):
@@ -185,6 +193,14 @@ class PodAsyncStub(PodStub):
     Profile: _aio.UnaryStreamMultiCallable[_pods_pb2.ProfileRequest, _pods_pb2.ProfileEvent]  # type: ignore[assignment]
     """Takes a profile of the pod's engine: `report` once it is taken, then its trace in parts. Cancelling the call ends it.
     One at a time; RESOURCE_EXHAUSTED while another is taken.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_pods_pb2.LoadAdapterRequest, _pods_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Makes requests with a LoRA adapter computable. The pod keeps it as long as it has a name, and its setting
+    `lora_grace_s` after this call and after its last name. ALREADY_EXISTS if it has another digest than was asked for.
+    """
+    NameAdapter: _aio.UnaryUnaryMultiCallable[_pods_pb2.NameAdapterRequest, _pods_pb2.NameAdapterResponse]  # type: ignore[assignment]
+    """Gives a name to an adapter that is loaded, or takes a name away. A call with an older revision of the name, or for
+    a name that is in the pod's settings, changes nothing and is ALREADY_EXISTS. NOT_FOUND if the adapter is not loaded.
     """
 
 class PodServicer(metaclass=_abc_1.ABCMeta):
@@ -248,6 +264,26 @@ class PodServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_pods_pb2.ProfileEvent], _abc.AsyncIterator[_pods_pb2.ProfileEvent]]:
         """Takes a profile of the pod's engine: `report` once it is taken, then its trace in parts. Cancelling the call ends it.
         One at a time; RESOURCE_EXHAUSTED while another is taken.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _pods_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pods_pb2.LoadAdapterResponse, _abc.Awaitable[_pods_pb2.LoadAdapterResponse]]:
+        """Makes requests with a LoRA adapter computable. The pod keeps it as long as it has a name, and its setting
+        `lora_grace_s` after this call and after its last name. ALREADY_EXISTS if it has another digest than was asked for.
+        """
+
+    @_abc_1.abstractmethod
+    def NameAdapter(
+        self,
+        request: _pods_pb2.NameAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pods_pb2.NameAdapterResponse, _abc.Awaitable[_pods_pb2.NameAdapterResponse]]:
+        """Gives a name to an adapter that is loaded, or takes a name away. A call with an older revision of the name, or for
+        a name that is in the pod's settings, changes nothing and is ALREADY_EXISTS. NOT_FOUND if the adapter is not loaded.
         """
 
 def add_PodServicer_to_server(servicer: PodServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

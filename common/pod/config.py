@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from common.engine.config import (
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     GrammarConfig,
@@ -38,6 +39,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         "Process": ("host", "port", "pod_id", "metrics_port", "drain_timeout_s", "log_level", "log_format"),
         "Model": ("served_model_name",),
         "KV connector": ("connector", "connector_path", "connector_options"),
+        "LoRA adapters": ("lora_modules", "lora_grace_s"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
         {
@@ -63,6 +65,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "target_itl_ms",
             "max_num_seqs",
             "speculative",
+            "lora_modules",
             "registry",
             "advertise",
         }
@@ -91,12 +94,24 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     log_format: Annotated[LogFormat, Meta(description="console: lines for people; json: one object per line.")] = (
         "console"
     )
+    lora_modules: Annotated[
+        dict[str, str],
+        Meta(
+            description="LoRA adapters that are loaded before the pod is ready and stay, as name=directory or name=hub "
+            "id."
+        ),
+    ] = {}
+    lora_grace_s: Annotated[
+        float,
+        Meta(gt=0, description="Seconds for which an adapter that was unloaded stays for requests that are under way."),
+    ] = 60.0
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     grammar: GrammarConfig = GrammarConfig()
+    adapters: AdapterConfig = AdapterConfig()
     announcing: AnnounceConfig = AnnounceConfig()
     tls: ClusterTlsConfig = ClusterTlsConfig()
     tracing: TracingConfig = TracingConfig()
@@ -135,6 +150,7 @@ class PodConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             parallel=self.parallel,
             speculation=self.speculation,
             grammar=self.grammar,
+            adapters=self.adapters,
             connector=self._connector_config(),
             tls=self._node_tls(),
         )

@@ -8,6 +8,7 @@ from typing import Literal
 from common.engine.client.base import EngineClient
 from common.engine.messages import EngineSpec
 from common.observability.tracing.tracer import Tracer
+from common.pod.adapters import PodAdapters
 from common.pod.admission import Admission
 from common.pod.cache_view import CacheView
 from common.pod.config import PodConfig
@@ -32,6 +33,7 @@ class PodContext:
     stats: StatsBoard
     caches: tuple[CacheView, ...]  # of each engine
     admission: Admission
+    adapters: PodAdapters
     metrics: PodMetrics
     open_channel: ChannelOpener = open_channel  # to other pods
     tracer: Tracer | None = None  # None: tracing is off

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import grpc
 from common import __version__
 from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
+from common.pod.adapters import AdapterName
 from common.pod.context import PodContext
 from common.pod.convert import draft_figures_to_pb, phase_seconds_to_pb, rank_figures_to_pb
 from common.pod.profiles import PodProfiles
@@ -68,6 +70,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             kv_dtype=spec.layout.kv_dtype,
             parallel_sizes=pod.config.parallel.sizes,
             proposer=method.name if method is not None else "",
+            max_adapters=pod.config.adapters.max_loras,
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
@@ -77,6 +80,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
         of a prefix cache have changed."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             interval_s = request.min_interval_ms / 1000 or DEFAULT_STATS_INTERVAL_S
+            adapters, told = self._pod.adapters, -1
             with ExitStack() as stack:
                 caches = self._pod.caches if request.with_kv_events else ()
                 watches = [stack.enter_context(cache.watch()) for cache in caches]
@@ -84,7 +88,11 @@ class PodServicer(pods_pb2_grpc.PodServicer):
                     async for by_engine in reports:
                         for rank, stats in enumerate(by_engine):
                             changes = watches[rank].take() if watches else []
-                            await context.write(self._report(stats, rank, *changes[:1]))
+                            report = self._report(stats, rank, *changes[:1])
+                            if told != adapters.version:
+                                told = adapters.version
+                                report.adapters.CopyFrom(_adapter_names_to_pb(adapters.names))
+                            await context.write(report)
                             for events in changes[1:]:
                                 await context.write(self._report(stats, rank, events))
 
@@ -142,6 +150,23 @@ class PodServicer(pods_pb2_grpc.PodServicer):
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
             await self._profiles.take(request, context.write)
 
+    async def LoadAdapter(  # noqa: N802
+        self, request: pods_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.LoadAdapterResponse:
+        """Makes requests with an adapter computable."""
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
+            facts = await self._pod.adapters.load(request.path, request.digest)
+        return pods_pb2.LoadAdapterResponse(digest=facts.digest, rank=facts.rank, num_bytes=facts.num_bytes)
+
+    async def NameAdapter(  # noqa: N802
+        self, request: pods_pb2.NameAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.NameAdapterResponse:
+        """Gives a name to a loaded adapter, or takes one away."""
+        async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
+            name = request.name
+            self._pod.adapters.give_name(AdapterName(name.name, name.revision, name.digest, name.path))
+        return pods_pb2.NameAdapterResponse()
+
     def _report(
         self, stats: EngineStats, data_parallel_rank: int, events: pods_pb2.KVEvents | None = None
     ) -> pods_pb2.PodStats:
@@ -167,4 +192,9 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             data_parallel_rank=data_parallel_rank,
             ranks=map(rank_figures_to_pb, stats.ranks),
             drafts=draft_figures_to_pb(stats.drafts),
+            running_adapters=stats.running_adapters,
         )
+
+
+def _adapter_names_to_pb(names: Sequence[AdapterName]) -> pods_pb2.AdapterNames:
+    return pods_pb2.AdapterNames(names=[pods_pb2.AdapterName(**name._asdict()) for name in names])

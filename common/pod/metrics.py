@@ -129,6 +129,11 @@ _GAUGES: Sequence[_Figure] = (
     ("baton_pod_kv_cache_usage_perc", "Used KV blocks / all blocks; 1 is full.", _kv_cache_usage),
     ("baton_pod_queued_tokens", "Tokens not yet computed.", "num_queued_tokens"),
     ("baton_pod_last_step_seconds", "Duration of the last step.", "last_step_s"),
+    (
+        "baton_pod_num_adapters_running",
+        "LoRA adapters that requests are computed with; at most max_loras.",
+        lambda stats: len(stats.running_adapters),
+    ),
 )
 _COUNTERS: Sequence[_Figure] = (
     ("baton_pod_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),

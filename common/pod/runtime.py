@@ -1,6 +1,6 @@
 """The life of a pod:
 
-1. The engine starts: the model is loaded. A ConfigError ends the process with code 2.
+1. The engine starts: the model is loaded, and the adapters of the settings. A ConfigError ends the process with code 2.
 2. The role's front is built on it; the server listens; health answers SERVING; the pod announces itself in the
    registry, if there is one; the `ready` line is printed.
 3. It serves until SIGTERM or SIGINT (code 0), or until its engine dies or hangs (code 1).
@@ -32,6 +32,7 @@ from common.observability.loop_figures import LoopFigures
 from common.observability.metrics_server import MetricsServer
 from common.observability.tracing.tracer import Tracer, create_tracer, trace_span_counter
 from common.pb.pods_pb2_grpc import add_PodServicer_to_server
+from common.pod.adapters import PodAdapters
 from common.pod.admission import Admission
 from common.pod.announce import Announcer, open_registry
 from common.pod.cache_view import CacheView
@@ -116,6 +117,8 @@ class PodRuntime:
             self._outputs = asyncio.create_task(context.requests.run(), name="engine outputs")
             stack.push_async_callback(self._end_outputs)
             stack.push_async_callback(self._tasks.close)
+            stack.push_async_callback(context.adapters.close)
+            await context.adapters.load_permanent(self.config.lora_modules)
             front = self._make_front(context)
             self.server = RpcServer(
                 self.config.host,
@@ -228,6 +231,7 @@ class PodRuntime:
             stats=stats,
             caches=caches,
             admission=Admission(self.config.max_open),
+            adapters=PodAdapters(self._engine, self.config.lora_grace_s, stats.touch),
             metrics=metrics,
             open_channel=self._tls.open_channel if self._tls is not None else open_channel,
             tracer=tracer,

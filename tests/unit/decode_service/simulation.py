@@ -38,6 +38,7 @@ from common.engine.messages import (
 from common.engine.speculation.base import Proposer
 from common.errors import EngineDeadError, UnavailableError
 from common.pb import common_pb2, pods_pb2
+from common.pod.adapters import PodAdapters
 from common.pod.admission import Admission
 from common.pod.cache_view import CacheView
 from common.pod.context import PodContext
@@ -407,6 +408,7 @@ class Pod:
             stats=stats,
             caches=(cache,),
             admission=Admission(config.max_open),
+            adapters=PodAdapters(client, config.lora_grace_s, stats.touch),
             metrics=PodMetrics(stats, spec, config),
         )
         self.tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(self._hear())]
