@@ -79,7 +79,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A served model."""
+    """A served model, or an adapter of one."""
 
     name: str
     max_model_len: int  # limit on prompt plus answer, in tokens; 0 while no pod is ready
+    parent: str = ""  # of a LoRA adapter: the name of its model; else empty

@@ -169,7 +169,7 @@ def piece_of(message: inference_pb2.GenerateChunk) -> Piece:
 
 def models_of(message: inference_pb2.ListModelsResponse) -> list[Model]:
     """Converts the list of served models."""
-    return [Model(each.name, each.max_model_len) for each in message.models]
+    return [Model(each.name, each.max_model_len, each.parent) for each in message.models]
 
 
 def _add_message(chat: inference_pb2.ChatPrompt, message: Mapping[str, Any], where: str) -> None:

@@ -62,12 +62,13 @@ _ENDPOINTS = """\
 | `POST /v1/responses` | [OpenAI's Responses](#openais-responses); nothing is stored |
 | `POST /tokenize`, `POST /detokenize` | [token ids of a text or a chat, and back](#tokens) |
 | `POST /v1/route/explain` | [where a request would go](routing.md#why-did-it-go-there), as with `"dry_run": true` |
-| `GET /v1/models` | the served models, under all their names |
+| `GET /v1/models` | the served models, under all their names, and their [adapters](adapters.md) |
 | `GET /version` | the version of Baton, and the port of the gRPC API |
 | `GET /readyz`, `/health`, `/ping`, `/livez`; `POST /ping` | [probes](discovery.md#probes-of-the-router) |
 | `GET /metrics` | [metrics](metrics.md) for Prometheus |
 | `GET /` | [the web page](page.md): a playground, the cluster live, the last requests |
 | `GET /openapi.json`, `GET /docs` | all of these as an OpenAPI document, and as a page that works offline |
+| `POST /v1/load_lora_adapter`, `POST /v1/unload_lora_adapter` | for operators: [LoRA adapters](adapters.md) |
 | `GET /load`, `POST /admin/pods/...`, `POST /reset_prefix_cache` | [for operators](#operation) |
 """
 
@@ -179,6 +180,22 @@ _OPERATION_ROWS = (
             "#why-was-this-request-slow). Not for operators only: any key sees its own requests, without pods' "
             "addresses. `limit` of the first is the most that it answers with; `tenant`, for operators, leaves out the "
             "requests of others. HTTP only."
+        ),
+    ),
+    (
+        "`POST /v1/load_lora_adapter`",
+        (
+            "All ready pods of a model load a [LoRA adapter](adapters.md), which requests then name as `model`. "
+            "`lora_name`; `lora_path`, a directory as the pods see it or a hub id; `load_inplace`: the name may be "
+            "taken; `base_model_name`, where the router serves several models. 400 for one that cannot be used, 409 "
+            "for a name that has other weights and for pods that find different ones, 429 if the pods have too many."
+        ),
+    ),
+    (
+        "`POST /v1/unload_lora_adapter`",
+        (
+            "No new requests get the adapter `lora_name`; running ones finish. 404 if there is none; 409 if it is in "
+            "the pods' settings."
         ),
     ),
     (

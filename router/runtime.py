@@ -114,6 +114,7 @@ class Router:
         self._securing: asyncio.Task[None] | None = None
         self._roster = ModelRoster(self.service, models) if models.models_file else None
         self._following: asyncio.Task[None] | None = None
+        self._adapting: asyncio.Task[None] | None = None
         self._health_changed = asyncio.Event()
         self._http: uvicorn.Server | None = None
         self.port = config.port
@@ -148,6 +149,7 @@ class Router:
         )
         self.cluster.on_change(self._health_changed.set)
         await self._stack.enter_async_context(self.cluster)
+        self._adapting = _spawn(self.service.adapters.run(), "adapters")
         if self._context.shares_ports:
             await self._wait_for_pods()
         listener = _listen(self.config.host, self.config.port, shares_port=self._context.shares_ports)
@@ -178,7 +180,7 @@ class Router:
         await self._grpc.stop(_AFTER_GRACE_S)
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)  # uvicorn ends by itself
-        for task in (self._publishing, self._securing, self._following):
+        for task in (self._publishing, self._securing, self._following, self._adapting):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -62,9 +62,11 @@ class FakePod:
         self.profile_events: list[pods_pb2.ProfileEvent] = []  # the answer
         self.num_cache_resets = 0
         self.adapters: dict[str, bytes] = {}  # digests by the paths from which it can load them
+        self.loaded: list[bytes] = []
         self.loads: list[pods_pb2.LoadAdapterRequest] = []
         self.names: dict[str, pods_pb2.AdapterName] = {}  # of its adapters
-        self.stats = pods_pb2.PodStats(num_free_blocks=100, num_blocks=100)
+        self.refuses_names = False
+        self.stats = pods_pb2.PodStats(num_free_blocks=100, num_blocks=100, adapters=pods_pb2.PodAdapters())
         self.info = pods_pb2.PodInfo(
             pod_id=f"fake-{os.getpid()}-{next(_incarnations)}",
             role=self.role,
@@ -100,12 +102,11 @@ class FakePod:
         self.stats = stats
         await self.changed()
 
-    async def name_adapter(self, name: pods_pb2.AdapterName) -> None:
-        """Has it know an adapter by this name, and say so."""
-        self.names[name.name] = name
+    async def report_adapters(self) -> None:
+        """Say which adapters it has."""
         stats = pods_pb2.PodStats()
         stats.CopyFrom(self.stats)
-        stats.adapters.CopyFrom(pods_pb2.AdapterNames(names=self.names.values()))
+        stats.adapters.CopyFrom(pods_pb2.PodAdapters(names=self.names.values(), loaded=self.loaded))
         await self.set_stats(stats)
 
     async def changed(self) -> None:
@@ -311,12 +312,19 @@ class _PodServicer(pods_pb2_grpc.PodServicer):
                 raise InvalidRequestError(f"lora_path: there is no {request.path}", param="lora_path")
             if request.digest not in (b"", digest):
                 raise ConflictError("another digest", param="lora_path")
+        if digest not in self._pod.loaded:
+            self._pod.loaded.append(digest)
+            await self._pod.report_adapters()
         return pods_pb2.LoadAdapterResponse(digest=digest)
 
     async def NameAdapter(  # noqa: N802
         self, request: pods_pb2.NameAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pods_pb2.NameAdapterResponse:
-        await self._pod.name_adapter(request.name)
+        async with rpc_errors(context):
+            if self._pod.refuses_names:
+                raise UnavailableError("it takes no names")
+        self._pod.names[request.name.name] = request.name
+        await self._pod.report_adapters()
         return pods_pb2.NameAdapterResponse()
 
     async def Profile(  # noqa: N802

@@ -24,25 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"\"\n\x0f\x44rainPodRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"*\n\x10\x44rainPodResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\"$\n\x11UndrainPodRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x14\n\x12UndrainPodResponse\"\x1f\n\x1dResetPrefixCacheOfPodsRequest\"3\n\x1eResetPrefixCacheOfPodsResponse\x12\x11\n\taddresses\x18\x01 \x03(\t2\xfa\x01\n\x05\x41\x64min\x12\x41\n\x08\x44rainPod\x12\x19.baton.v1.DrainPodRequest\x1a\x1a.baton.v1.DrainPodResponse\x12G\n\nUndrainPod\x12\x1b.baton.v1.UndrainPodRequest\x1a\x1c.baton.v1.UndrainPodResponse\x12\x65\n\x10ResetPrefixCache\x12\'.baton.v1.ResetPrefixCacheOfPodsRequest\x1a(.baton.v1.ResetPrefixCacheOfPodsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"m\n\x16LoadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\x12\x14\n\x0cload_inplace\x18\x03 \x01(\x08\x12\x17\n\x0f\x62\x61se_model_name\x18\x04 \x01(\t\"\x19\n\x17LoadLoraAdapterResponse\"F\n\x18UnloadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x17\n\x0f\x62\x61se_model_name\x18\x02 \x01(\t\"\x1b\n\x19UnloadLoraAdapterResponse\"\"\n\x0f\x44rainPodRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"*\n\x10\x44rainPodResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\"$\n\x11UndrainPodRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x14\n\x12UndrainPodResponse\"\x1f\n\x1dResetPrefixCacheOfPodsRequest\"3\n\x1eResetPrefixCacheOfPodsResponse\x12\x11\n\taddresses\x18\x01 \x03(\t2\xb0\x03\n\x05\x41\x64min\x12\x41\n\x08\x44rainPod\x12\x19.baton.v1.DrainPodRequest\x1a\x1a.baton.v1.DrainPodResponse\x12G\n\nUndrainPod\x12\x1b.baton.v1.UndrainPodRequest\x1a\x1c.baton.v1.UndrainPodResponse\x12\x65\n\x10ResetPrefixCache\x12\'.baton.v1.ResetPrefixCacheOfPodsRequest\x1a(.baton.v1.ResetPrefixCacheOfPodsResponse\x12V\n\x0fLoadLoraAdapter\x12 .baton.v1.LoadLoraAdapterRequest\x1a!.baton.v1.LoadLoraAdapterResponse\x12\\\n\x11UnloadLoraAdapter\x12\".baton.v1.UnloadLoraAdapterRequest\x1a#.baton.v1.UnloadLoraAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAINPODREQUEST']._serialized_start=34
-  _globals['_DRAINPODREQUEST']._serialized_end=68
-  _globals['_DRAINPODRESPONSE']._serialized_start=70
-  _globals['_DRAINPODRESPONSE']._serialized_end=112
-  _globals['_UNDRAINPODREQUEST']._serialized_start=114
-  _globals['_UNDRAINPODREQUEST']._serialized_end=150
-  _globals['_UNDRAINPODRESPONSE']._serialized_start=152
-  _globals['_UNDRAINPODRESPONSE']._serialized_end=172
-  _globals['_RESETPREFIXCACHEOFPODSREQUEST']._serialized_start=174
-  _globals['_RESETPREFIXCACHEOFPODSREQUEST']._serialized_end=205
-  _globals['_RESETPREFIXCACHEOFPODSRESPONSE']._serialized_start=207
-  _globals['_RESETPREFIXCACHEOFPODSRESPONSE']._serialized_end=258
-  _globals['_ADMIN']._serialized_start=261
-  _globals['_ADMIN']._serialized_end=511
+  _globals['_LOADLORAADAPTERREQUEST']._serialized_start=34
+  _globals['_LOADLORAADAPTERREQUEST']._serialized_end=143
+  _globals['_LOADLORAADAPTERRESPONSE']._serialized_start=145
+  _globals['_LOADLORAADAPTERRESPONSE']._serialized_end=170
+  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_start=172
+  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_end=242
+  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_start=244
+  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_end=271
+  _globals['_DRAINPODREQUEST']._serialized_start=273
+  _globals['_DRAINPODREQUEST']._serialized_end=307
+  _globals['_DRAINPODRESPONSE']._serialized_start=309
+  _globals['_DRAINPODRESPONSE']._serialized_end=351
+  _globals['_UNDRAINPODREQUEST']._serialized_start=353
+  _globals['_UNDRAINPODREQUEST']._serialized_end=389
+  _globals['_UNDRAINPODRESPONSE']._serialized_start=391
+  _globals['_UNDRAINPODRESPONSE']._serialized_end=411
+  _globals['_RESETPREFIXCACHEOFPODSREQUEST']._serialized_start=413
+  _globals['_RESETPREFIXCACHEOFPODSREQUEST']._serialized_end=444
+  _globals['_RESETPREFIXCACHEOFPODSRESPONSE']._serialized_start=446
+  _globals['_RESETPREFIXCACHEOFPODSRESPONSE']._serialized_end=497
+  _globals['_ADMIN']._serialized_start=500
+  _globals['_ADMIN']._serialized_end=932
 # @@protoc_insertion_point(module_scope)

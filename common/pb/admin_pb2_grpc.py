@@ -49,6 +49,16 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ResetPrefixCacheOfPodsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ResetPrefixCacheOfPodsResponse.FromString,
                 _registered_method=True)
+        self.LoadLoraAdapter = channel.unary_unary(
+                '/baton.v1.Admin/LoadLoraAdapter',
+                request_serializer=baton_dot_v1_dot_admin__pb2.LoadLoraAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.LoadLoraAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadLoraAdapter = channel.unary_unary(
+                '/baton.v1.Admin/UnloadLoraAdapter',
+                request_serializer=baton_dot_v1_dot_admin__pb2.UnloadLoraAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.UnloadLoraAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -75,6 +85,21 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLoraAdapter(self, request, context):
+        """All pods of a model load a LoRA adapter, which requests name as their model. INVALID_ARGUMENT if it cannot be used,
+        ALREADY_EXISTS if its name is taken or pods find different weights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLoraAdapter(self, request, context):
+        """Refuses new requests for an adapter; running ones finish. NOT_FOUND if there is none of this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +117,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ResetPrefixCacheOfPodsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ResetPrefixCacheOfPodsResponse.SerializeToString,
+            ),
+            'LoadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLoraAdapter,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.LoadLoraAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.LoadLoraAdapterResponse.SerializeToString,
+            ),
+            'UnloadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLoraAdapter,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.UnloadLoraAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.UnloadLoraAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +210,60 @@ class Admin:
             '/baton.v1.Admin/ResetPrefixCache',
             baton_dot_v1_dot_admin__pb2.ResetPrefixCacheOfPodsRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ResetPrefixCacheOfPodsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/LoadLoraAdapter',
+            baton_dot_v1_dot_admin__pb2.LoadLoraAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.LoadLoraAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/UnloadLoraAdapter',
+            baton_dot_v1_dot_admin__pb2.UnloadLoraAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.UnloadLoraAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,12 @@ class AdminStub:
     """The pod takes requests again."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheOfPodsRequest, _admin_pb2.ResetPrefixCacheOfPodsResponse]
     """All pods forget their prefix caches. UNAVAILABLE if one could not be told; the others have forgotten theirs."""
+    LoadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadLoraAdapterRequest, _admin_pb2.LoadLoraAdapterResponse]
+    """All pods of a model load a LoRA adapter, which requests name as their model. INVALID_ARGUMENT if it cannot be used,
+    ALREADY_EXISTS if its name is taken or pods find different weights.
+    """
+    UnloadLoraAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadLoraAdapterRequest, _admin_pb2.UnloadLoraAdapterResponse]
+    """Refuses new requests for an adapter; running ones finish. NOT_FOUND if there is none of this name."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -47,6 +53,12 @@ class AdminAsyncStub(AdminStub):
     """The pod takes requests again."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheOfPodsRequest, _admin_pb2.ResetPrefixCacheOfPodsResponse]  # type: ignore[assignment]
     """All pods forget their prefix caches. UNAVAILABLE if one could not be told; the others have forgotten theirs."""
+    LoadLoraAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadLoraAdapterRequest, _admin_pb2.LoadLoraAdapterResponse]  # type: ignore[assignment]
+    """All pods of a model load a LoRA adapter, which requests name as their model. INVALID_ARGUMENT if it cannot be used,
+    ALREADY_EXISTS if its name is taken or pods find different weights.
+    """
+    UnloadLoraAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadLoraAdapterRequest, _admin_pb2.UnloadLoraAdapterResponse]  # type: ignore[assignment]
+    """Refuses new requests for an adapter; running ones finish. NOT_FOUND if there is none of this name."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +84,23 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResetPrefixCacheOfPodsResponse, _abc.Awaitable[_admin_pb2.ResetPrefixCacheOfPodsResponse]]:
         """All pods forget their prefix caches. UNAVAILABLE if one could not be told; the others have forgotten theirs."""
+
+    @_abc_1.abstractmethod
+    def LoadLoraAdapter(
+        self,
+        request: _admin_pb2.LoadLoraAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadLoraAdapterResponse, _abc.Awaitable[_admin_pb2.LoadLoraAdapterResponse]]:
+        """All pods of a model load a LoRA adapter, which requests name as their model. INVALID_ARGUMENT if it cannot be used,
+        ALREADY_EXISTS if its name is taken or pods find different weights.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadLoraAdapter(
+        self,
+        request: _admin_pb2.UnloadLoraAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadLoraAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadLoraAdapterResponse]]:
+        """Refuses new requests for an adapter; running ones finish. NOT_FOUND if there is none of this name."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

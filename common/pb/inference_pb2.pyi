@@ -936,19 +936,23 @@ class ModelCard(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name to use in requests."""
     max_model_len: _builtins.int
     """Most tokens of prompt and answer together; 0 while no decode pod is ready."""
+    parent: _builtins.str
+    """Of a LoRA adapter: the name of its model; else empty."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "name", b"name", "parent", b"parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -961,7 +965,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCard]:
-        """Served models, once for each of their names."""
+        """Served models, once for each of their names, and their adapters."""
 
     def __init__(
         self,

@@ -1111,7 +1111,7 @@ class PodStats(_message.Message):
     @_builtins.property
     def drafts(self) -> Global___DraftStats: ...
     @_builtins.property
-    def adapters(self) -> Global___AdapterNames:
+    def adapters(self) -> Global___PodAdapters:
         """Of the pod; in the first report of a stream, and when they have changed."""
 
     @_builtins.property
@@ -1142,7 +1142,7 @@ class PodStats(_message.Message):
         ranks: _abc.Iterable[Global___RankStats] | None = ...,
         data_parallel_rank: _builtins.int = ...,
         drafts: Global___DraftStats | None = ...,
-        adapters: Global___AdapterNames | None = ...,
+        adapters: Global___PodAdapters | None = ...,
         running_adapters: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "drafts", b"drafts", "kv_events", b"kv_events", "phases", b"phases"]  # noqa: Y015
@@ -1154,26 +1154,34 @@ class PodStats(_message.Message):
 Global___PodStats: _TypeAlias = PodStats  # noqa: Y015
 
 @_typing.final
-class AdapterNames(_message.Message):
-    """The names of a pod's LoRA adapters, those that were taken away within the last day included."""
+class PodAdapters(_message.Message):
+    """The LoRA adapters of a pod."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMES_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterName]: ...
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterName]:
+        """Those that were taken away within the last day included."""
+
+    @_builtins.property
+    def loaded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Digests of those that requests may have, with or without a name."""
+
     def __init__(
         self,
         *,
         names: _abc.Iterable[Global___AdapterName] | None = ...,
+        loaded: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "names", b"names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AdapterNames: _TypeAlias = AdapterNames  # noqa: Y015
+Global___PodAdapters: _TypeAlias = PodAdapters  # noqa: Y015
 
 @_typing.final
 class AdapterName(_message.Message):

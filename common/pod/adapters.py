@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from common.engine.client.base import EngineClient
 from common.engine.contract.adapters import AdapterFacts
@@ -29,6 +28,7 @@ from common.errors import (
     quoted,
 )
 from common.pod.tasks import TaskSet
+from common.types import AdapterName
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +38,13 @@ _FORGET_S = 24 * 3600.0  # how long a name that was taken away is told
 _OF_SETTINGS = 1  # revision
 
 
-class AdapterName(NamedTuple):
-    """A name, and what it stands for."""
-
-    name: str
-    revision: int  # the higher one holds
-    digest: bytes  # empty: it was taken away
-    path: str  # from which it was loaded
-    is_permanent: bool = False  # from settings
-
-    @property
-    def order(self) -> tuple[int, bytes]:
-        """The greatest of several for one name holds."""
-        return self.revision, self.digest
-
-
 class PodAdapters:
     """Belongs to one event loop. Close it."""
 
     def __init__(self, engine: EngineClient, grace_s: float, on_change: Callable[[], None]) -> None:
-        """`grace_s`: seconds for which an adapter without a name stays. `on_change` is called when names change."""
-        self.version = 0  # counts changes of names
+        """`grace_s`: seconds for which an adapter without a name stays. `on_change` is called when there is something
+        to report."""
+        self.version = 0  # counts changes of what is reported
         self._engine = engine
         self._grace_s = grace_s
         self._on_change = on_change
@@ -74,9 +60,9 @@ class PodAdapters:
         return list(self._names.values())
 
     @property
-    def num_loaded(self) -> int:
-        """Adapters that the engine was not told to forget."""
-        return len(self._loaded)
+    def loaded(self) -> list[bytes]:
+        """The digests of adapters that requests may have."""
+        return list(self._loaded)
 
     async def load_permanent(self, modules: Mapping[str, str]) -> None:
         """Loads the adapters of the settings, path by name. Raises ConfigError."""
@@ -99,6 +85,7 @@ class PodAdapters:
             facts = await self._engine.load_adapter(directory)
             self._loaded[facts.digest] = facts
             self._keep(facts.digest)
+        self._report()
         if digest and facts.digest != digest:
             problem = f"the adapter in {quoted(path)} has the digest {_short(facts.digest)}, not {_short(digest)}"
             raise ConflictError(problem, param="lora_path")
@@ -133,8 +120,7 @@ class PodAdapters:
         self._names[name.name] = name
         what = f"is adapter {_short(name.digest)} of {name.path}" if name.digest else "is unloaded"
         logger.info("adapter %s %s", quoted(name.name), what)
-        self.version += 1
-        self._on_change()
+        self._report()
 
     def _keep(self, digest: bytes) -> None:
         """Has it stay for a while, whether or not it has a name."""
@@ -152,10 +138,15 @@ class PodAdapters:
             if digest in self._lapses or self._has_name(digest):  # it was asked for meanwhile
                 return
             del self._loaded[digest]
+            self._report()
             try:
                 await self._engine.unload_adapter(digest)
             except BatonError as error:
                 logger.warning("adapter %s cannot be unloaded: %s", _short(digest), error.message)
+
+    def _report(self) -> None:
+        self.version += 1
+        self._on_change()
 
     def _has_name(self, digest: bytes) -> bool:
         return any(name.digest == digest for name in self._names.values())

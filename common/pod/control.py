@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -12,10 +11,11 @@ import grpc
 from common import __version__
 from common.engine.messages import EngineStats
 from common.pb import pods_pb2, pods_pb2_grpc
-from common.pod.adapters import AdapterName
+from common.pod.adapters import PodAdapters
 from common.pod.context import PodContext
 from common.pod.convert import draft_figures_to_pb, phase_seconds_to_pb, rank_figures_to_pb
 from common.pod.profiles import PodProfiles
+from common.rpc.convert import adapter_name_from_pb, adapter_name_to_pb
 from common.rpc.errors import rpc_errors
 from common.step_budget import MIN_PREFILL_TOKENS
 
@@ -91,7 +91,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
                             report = self._report(stats, rank, *changes[:1])
                             if told != adapters.version:
                                 told = adapters.version
-                                report.adapters.CopyFrom(_adapter_names_to_pb(adapters.names))
+                                report.adapters.CopyFrom(_adapters_to_pb(adapters))
                             await context.write(report)
                             for events in changes[1:]:
                                 await context.write(self._report(stats, rank, events))
@@ -163,8 +163,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
     ) -> pods_pb2.NameAdapterResponse:
         """Gives a name to a loaded adapter, or takes one away."""
         async with rpc_errors(context, self._pod.metrics.internal_errors.inc):
-            name = request.name
-            self._pod.adapters.give_name(AdapterName(name.name, name.revision, name.digest, name.path))
+            self._pod.adapters.give_name(adapter_name_from_pb(request.name)._replace(is_permanent=False))
         return pods_pb2.NameAdapterResponse()
 
     def _report(
@@ -196,5 +195,5 @@ class PodServicer(pods_pb2_grpc.PodServicer):
         )
 
 
-def _adapter_names_to_pb(names: Sequence[AdapterName]) -> pods_pb2.AdapterNames:
-    return pods_pb2.AdapterNames(names=[pods_pb2.AdapterName(**name._asdict()) for name in names])
+def _adapters_to_pb(adapters: PodAdapters) -> pods_pb2.PodAdapters:
+    return pods_pb2.PodAdapters(names=map(adapter_name_to_pb, adapters.names), loaded=adapters.loaded)

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequestError, quoted
-from common.pb import common_pb2, inference_pb2
-from common.types import Constraint, ConstraintKind, FinishReason, Logprobs, SamplingParams
+from common.pb import common_pb2, inference_pb2, pods_pb2
+from common.types import AdapterName, Constraint, ConstraintKind, FinishReason, Logprobs, SamplingParams
 from common.types.parameters import ARGUMENTS, BIASES, TOKEN_SEQUENCES, parameters_of
 
 _argument_decoder = msgspec.json.Decoder(str | int | float | bool)
@@ -19,6 +19,16 @@ _SCALARS = (int, float, bool)
 
 _FIELDS = parameters_of(SamplingParams)
 _OF_PODS = [field.name for field in _FIELDS.values() if field.parameter.tag is not None and field.name != "seed"]
+
+
+def adapter_name_to_pb(name: AdapterName) -> pods_pb2.AdapterName:
+    """The name of an adapter as a message."""
+    return pods_pb2.AdapterName(**name._asdict())
+
+
+def adapter_name_from_pb(message: pods_pb2.AdapterName) -> AdapterName:
+    """The name of an adapter in a message. It is not checked."""
+    return AdapterName(message.name, message.revision, message.digest, message.path, message.is_permanent)
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:

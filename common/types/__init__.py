@@ -1,5 +1,6 @@
 """Plain values that travel between router, pods and engine. No torch, no grpc, no I/O."""
 
+from common.types.adapter_name import AdapterName
 from common.types.block_hash import (
     ADAPTER_DIGEST_BYTES,
     HASH_BYTES,
@@ -28,6 +29,7 @@ __all__ = [
     "ADAPTER_DIGEST_BYTES",
     "HASH_BYTES",
     "MAX_KV_GROUPS",
+    "AdapterName",
     "BlockHash",
     "Constraint",
     "ConstraintKind",

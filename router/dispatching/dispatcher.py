@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
 
-from common.errors import UnavailableError
+from common.errors import UnavailableError, quoted
 from common.step_budget import prefill_work
 from router.admission.limits import PREDICTION_MARGIN
 from router.admission.room import NO_ROOM, Room, room_of
@@ -136,7 +136,7 @@ class Dispatcher:
         """Plans the request's route as of now. Changes nothing.
 
         A resumed request has output already; `avoid` is used only if nothing else is ready. Raises UnavailableError if
-        no decode pod is ready, or no prefill pod is and a remote prefill is a must.
+        no decode pod is ready that has its adapter, or no prefill pod is and a remote prefill is a must.
         """
         model = self.pods.facts
         if model is None:
@@ -144,8 +144,16 @@ class Dispatcher:
         query = self._query(request, model, resumed=resumed, avoid=avoid)
         plan = self.planner.plan(query, time.monotonic())
         if plan is None:
-            raise UnavailableError(NO_PREFILL_POD if self.pods.can_serve else self.pods.explain())
+            raise UnavailableError(self._explain(request))
         return within_limits(plan, request.terms, PREDICTION_MARGIN)
+
+    def _explain(self, request: GenerationRequest) -> str:
+        """Why there is no plan."""
+        if not self.pods.can_serve:
+            return self.pods.explain()
+        if request.adapter is not None and not self.pods.can_compute(request.adapter.digest):
+            return f"no ready decode pod has the adapter {quoted(request.adapter.name)}"
+        return NO_PREFILL_POD
 
     def _query(self, request: GenerationRequest, model: ModelFacts, *, resumed: bool, avoid: Pod | None) -> Query:
         return Query(
@@ -159,6 +167,7 @@ class Dispatcher:
             avoid="" if avoid is None else avoid.address,
             remote_wait_s=self._remote_wait_s,
             target_itl_s=request.terms.itl_slo_s or math.inf,
+            adapter=request.adapter_digest,
         )
 
     def route(self, request: GenerationRequest, plan: Plan | None, *, resumed: bool, avoid: Pod | None) -> Route:

@@ -44,6 +44,7 @@ from router.requests.request import STRUCTURED, GenerationRequest, SpeculationCo
 from router.timelines.timeline import Timeline
 
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
+_ADAPTER_PARAM = "adapter"  # in a pod's error: it does not have the request's, or not any more
 _KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
 
@@ -61,7 +62,7 @@ class Generation:
         self._transfer_id = dispatcher.new_transfer_id(request)
         self._record = Record(request, dispatcher, self._transfer_id)
         self._output = Output(request)
-        self._retries = Retries(dispatcher)
+        self._retries = Retries(dispatcher, request.adapter_digest)
         self._legs: Legs | None = None  # of the current attempt
         self._recovery: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -203,7 +204,9 @@ class Generation:
         reason = FinishReason(delta.finish_reason)
         if reason is FinishReason.ERROR:
             error = error_from_pb(delta.error)
-            if error.code not in _RETRIABLE:
+            if error.param == _ADAPTER_PARAM:
+                self._lose(UnavailableError("the decode pod has forgotten the adapter"), "adapter_missing")
+            elif error.code not in _RETRIABLE:
                 self.fail(error)
             elif error.param == _KV_FAILURE_PARAM:
                 self._on_kv_failed(error)
@@ -248,7 +251,8 @@ class Generation:
         if legs is self._legs and isinstance(error, InvalidRequestError) and error.param == STRUCTURED:
             self.fail(error)  # the decode pod would find the same, after as long a time
             return
-        if legs is self._legs and not (error.code in _RETRIABLE and self._retry_prefill(legs, error.code.label)):
+        may_retry = error.code in _RETRIABLE or error.param == _ADAPTER_PARAM
+        if legs is self._legs and not (may_retry and self._retry_prefill(legs, error.code.label)):
             legs.tell_prefill_failed(error.code)
             if self._has_lost_prompt:
                 self._lose_prompt()

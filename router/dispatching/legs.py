@@ -100,6 +100,7 @@ def open_legs(
         output_token_ids=known.token_ids,
         sampling=sampling_to_pb(known.sampling),
         cache_salt=request.cache_salt,
+        adapter=request.adapter_digest,
         extra_keys=[common_pb2.ExtraKey(**key._asdict()) for key in request.extra_keys],
         priority=request.priority,
         target_itl_ms=1000 * (request.terms.itl_slo_s or 0.0),

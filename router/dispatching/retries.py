@@ -14,10 +14,12 @@ from router.pods import Pod
 class Retries:
     """The attempts of one request. Owns its place in the line of those that are computed again."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, adapter: bytes) -> None:
+        """`adapter`: digest of the request's; empty: it has none."""
         self.attempts = Attempts(dispatcher.survival.max_attempts)
         self.failed_prefill_pods: set[str] = set()  # addresses
         self._dispatcher = dispatcher
+        self._adapter = adapter
         self._backoff = Backoff()
         self._slot: MigrationSlot | None = None  # held from a migration's start to its first token
         self._was_admitted = False  # a pod had it, or a token of it is known: it must not be refused any more
@@ -58,11 +60,11 @@ class Retries:
         """Waits for a decode pod, and for those who are before us."""
         pods, pod_wait_s = self._dispatcher.pods, self._dispatcher.survival.pod_wait_s
         while True:
-            if not await pods.wait_until_ready(pod_wait_s):
+            if not await pods.wait_until_ready(pod_wait_s, self._adapter):
                 raise UnavailableError(f"{error.message}; {pods.explain()}")
             if not self._was_admitted:
                 return  # no pod has computed anything of it yet
             self._slot = await self._dispatcher.migrations.enter()
-            if pods.can_serve:
+            if pods.can_compute(self._adapter):
                 return
             self.release()

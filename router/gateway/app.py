@@ -20,6 +20,7 @@ from router.gateway.completions import CHAT, COMPLETIONS, EXPLAIN, MESSAGES, RES
 from router.gateway.config import GatewayConfig
 from router.gateway.openai.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from router.gateway.openapi import describe
+from router.gateway.operators.adapters import LoadAdapterEndpoint, UnloadAdapterEndpoint
 from router.gateway.operators.administration import AdministrationEndpoints
 from router.gateway.operators.cluster import CLUSTER_PATH, ClusterEndpoint
 from router.gateway.operators.timelines import REQUESTS_PATH, TimelineEndpoints
@@ -28,7 +29,7 @@ from router.gateway.status import Status
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
 from router.security.access import AccessControl
-from router.security.http_guard import OPEN_PATHS, PROBE_PATHS, ApiKeyGuard
+from router.security.http_guard import LOAD_PATH, OPEN_PATHS, PROBE_PATHS, UNLOAD_PATH, ApiKeyGuard
 from router.serving.service import InferenceService
 from router.wire.access_log import ACCESS, AccessRecord
 from router.wire.errors import MESSAGES_PATH, error_headers, error_json, route_error
@@ -65,6 +66,8 @@ def create_app(
         "/v1/responses": CompletionsEndpoint(RESPONSES, service, access, ids),
         "/tokenize": TokenizeEndpoint(service, access),
         "/detokenize": DetokenizeEndpoint(service, access),
+        LOAD_PATH: LoadAdapterEndpoint(service, access),
+        UNLOAD_PATH: UnloadAdapterEndpoint(service, access),
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     app.router.routes += [

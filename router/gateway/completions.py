@@ -205,7 +205,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         """Each prompt validated and tokenised. `seed` of the first one counts if the body has none, and one is drawn if
         there is none either. Raises InvalidRequestError if they are too long together."""
         n, limit = body.num_candidates, self._service.max_request_tokens
-        model = self._service.model(body.model)
+        asked = self._service.asked(body.model, drafts[0].terms.tenant)
         prompts: list[_Prompt] = []
         num_tokens = 0
         for number, draft in enumerate(drafts):
@@ -214,7 +214,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
             if draft.seed is None and seed is not None:
                 draft = replace(draft, seed=(seed + number * n) % SEED_LIMIT)
             options = body.reply_options(draft.prompt)
-            request = await model.parsing.prepare(draft, options, model.prepare)
+            request = await asked.model.parsing.prepare(draft, options, asked.prepare)
             if number == 0:
                 seed = request.sampling.settled_seed  # those of the other prompts follow from it
             num_tokens += n * len(request.prompt_token_ids)
@@ -243,11 +243,17 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         echoes = [echo for prompt in prompts for echo in [await self._echo(body, prompt)] * num]
         event_ids = None
         if body.stream and resume.has_ids:
-            digest = digest_of(body, terms.tenant, model.fingerprint)
+            identity = model.fingerprint + prompts[0].request.adapter_digest
+            digest = digest_of(body, terms.tenant, identity)
             event_ids, choices = await begin(self._service.streams, resume.last_id, digest, request_id, choices)
         wants_logprobs = prompts[0].request.sampling.num_logprobs is not None
         answer_format = self._format(
-            body, request_id, model, wants_logprobs=wants_logprobs, has_event_ids=event_ids is not None
+            body,
+            request_id,
+            model,
+            model.name_of(prompts[0].request),
+            wants_logprobs=wants_logprobs,
+            has_event_ids=event_ids is not None,
         )
         options = body.reply_options(prompts[0].draft.prompt)
         is_always_parsed = self._api.format.is_always_parsed
@@ -309,7 +315,8 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
     ) -> None:
         """The n best answers to each prompt, one prompt after the other."""
         model = self._service.model_of(prompts[0].request)
-        answer_format = self._format(body, request_id, model, wants_logprobs=False)
+        name = model.name_of(prompts[0].request)
+        answer_format = self._format(body, request_id, model, name, wants_logprobs=False)
         answers: list[Answer] = []
         num_tokens = 0
         for prompt in prompts:
@@ -332,6 +339,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         body: CompletionBody | ChatBody,
         request_id: str,
         model: ServedModel,
+        name: str,
         *,
         wants_logprobs: bool,
         has_event_ids: bool = False,
@@ -339,7 +347,7 @@ class CompletionsEndpoint(JsonEndpoint[CompletionBody | ChatBody]):
         return self._api.format(
             request_id,
             int(time.time()),
-            model.name,
+            name,
             model.tokenizer,
             wants_logprobs=wants_logprobs,
             has_usage_chunk=body.usage_reports is not UsageReports.NONE,

@@ -16,6 +16,7 @@ from router.gateway.openai import answers
 from router.gateway.openai.chat_bodies import ChatBody
 from router.gateway.openai.completion_bodies import CompletionBody
 from router.gateway.openai.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from router.gateway.operators.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.gateway.operators.administration import (
     POD_PATH,
     RESET_PATH,
@@ -33,6 +34,7 @@ from router.gateway.status import Health, Liveness, Load, Version
 from router.requests.ids import REQUEST_ID_HEADER
 from router.requests.terms import ITL_HEADER, SESSION_HEADER, TIMEOUT_HEADER, TTFT_HEADER
 from router.security.access import KEY_HEADER
+from router.security.http_guard import LOAD_PATH, UNLOAD_PATH
 from router.serving.cluster_view import ClusterView
 from router.timelines.views import RequestTimeline
 from router.wire.errors import ANTHROPIC, MESSAGES_PATH, AnthropicErrorBody, ErrorBody, dialect_of
@@ -61,6 +63,8 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     answers.ChatCompletion,
     answers.ChatChunk,
     answers.RouteList,
+    LoadAdapterBody,
+    UnloadAdapterBody,
     answers.Tokenized,
     answers.Detokenized,
     answers.ModelList,
@@ -83,13 +87,14 @@ _ERRORS = {
     ErrorCode.UNAUTHENTICATED: "The API key is missing or invalid.",
     ErrorCode.PERMISSION_DENIED: "The API key is not an operator's.",
     ErrorCode.NOT_FOUND: "The model or pod does not exist.",
+    ErrorCode.CONFLICT: "The name is taken, or pods find different weights.",
     ErrorCode.TOO_LARGE: "The body exceeds the router's size limit.",
     ErrorCode.RESOURCE_EXHAUSTED: "The router is overloaded, or a limit of this key is reached.",
     ErrorCode.UNAVAILABLE: "No pod can serve the request now or, without Retry-After, meet its latency limit.",
     ErrorCode.DEADLINE_EXCEEDED: "The request did not arrive or finish in time.",
     ErrorCode.INTERNAL: "Internal error of the router or a pod; see the router's log.",
 }
-_GENERATION_ERRORS = tuple(_ERRORS)
+_GENERATION_ERRORS = tuple(code for code in _ERRORS if code is not ErrorCode.CONFLICT)
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds until a retry.", "schema": {"type": "integer", "minimum": 0}}}
 _SHOULD_RETRY = {
     "x-should-retry": {
@@ -210,6 +215,8 @@ def _paths() -> dict[str, Any]:
                 "parameters": [{**name, "name": "request_id"}, tenant],
             }
         },
+        LOAD_PATH: {"post": _of_adapter("All pods have loaded the adapter.", LoadAdapterBody)},
+        UNLOAD_PATH: {"post": _of_adapter("The adapter gets no new requests.", UnloadAdapterBody)},
         RESET_PATH: {
             "post": _operators(
                 "All pods have emptied their prefix caches.",
@@ -229,6 +236,14 @@ def _of_pod(description: str, answer: type[msgspec.Struct]) -> dict[str, Any]:
     address = {"name": "address", "in": "path", "required": True, "description": "host:port of the pod."}
     operation["parameters"] = [{**address, "schema": {"type": "string"}}]
     return operation
+
+
+def _of_adapter(description: str, body: type[msgspec.Struct]) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    return {
+        "requestBody": {"required": True, "content": _json(body)},
+        **_page(description, content, tuple(_ERRORS)),
+    }
 
 
 def _tokens(description: str, bodies: list[type[msgspec.Struct]], answer: type[msgspec.Struct]) -> dict[str, Any]:

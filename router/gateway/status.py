@@ -11,10 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common import __version__
+from common.types import AdapterName
+from router.fairness.tenant import Tenant
 from router.security.access import AccessControl
 from router.serving.served_model import ServedModel
 from router.serving.service import InferenceService
 from router.wire.answer_struct import AnswerStruct
+from router.wire.exchange import TENANT
 
 
 class PodHealth(AnswerStruct):
@@ -72,14 +75,20 @@ class Status:
         self._started = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """The served models, under all their names."""
-        cards = [self._card(model, name) for model in self._service.models for name in model.names]
+        """The served models that the client may use, under all their names, and their adapters."""
+        tenant = _tenant(request)
+        cards = []
+        for model in self._service.models:
+            cards += [self._card(model, name) for name in model.names if tenant.may_use(name)]
+            adapters = self._service.adapters_of(model)
+            cards += [self._adapter_card(model, each, tenant) for each in adapters if tenant.may_use(each.name)]
         return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """One model by name. Raises UnknownModelError."""
-        name = request.path_params["name"]
-        return _json(self._card(self._service.model(name), name))
+        name, tenant = request.path_params["name"], _tenant(request)
+        model, adapter = self._service.asked(name, tenant)
+        return _json(self._card(model, name) if adapter is None else self._adapter_card(model, adapter, tenant))
 
     async def health(self, request: Request) -> Response:
         """200 only while a request can be served; the body tells an operator how each pod is, and others no address."""
@@ -129,8 +138,20 @@ class Status:
             "created": self._started,
             "owned_by": "baton",
             "root": model.name,
+            "parent": None,
             "max_model_len": model.max_model_len or None,
         }
+
+    def _adapter_card(self, model: ServedModel, adapter: AdapterName, tenant: Tenant) -> dict[str, Any]:
+        """The place from which it was loaded is for operators."""
+        root = adapter.path if self._access.is_operator(tenant) else adapter.name
+        return {**self._card(model, adapter.name), "root": root, "parent": model.name}
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant = request.scope[TENANT]
+    assert isinstance(tenant, Tenant)
+    return tenant
 
 
 def _json(value: object, status: int = 200) -> Response:

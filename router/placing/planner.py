@@ -1,6 +1,7 @@
 """Plans both legs of a request, without any connection. The simulator plans with it, too.
 
-1. The prefix index says what every pod holds of the prompt.
+1. The prefix index says what every pod holds of the prompt. Of a request with a LoRA adapter only pods count that have
+   it.
 2. A decode pod is chosen to take the prompt over, and a prefill pod that fits it to compute the prompt.
 3. A decode pod is chosen to do both.
 4. `remote_prefill` auto: the prompt goes away, unless the first token would come from the decode pod in half the time,
@@ -53,6 +54,7 @@ class Query(NamedTuple):
         0.0  # seconds in the router's queue before a prefill pod gets it, which a decode pod need not
     )
     target_itl_s: float = math.inf  # seconds between its tokens that prompts beside it must not exceed
+    adapter: bytes = b""  # digest of the one that its pods must have; empty: none
 
 
 class Placement(NamedTuple):
@@ -136,8 +138,9 @@ class Planner:
         return bool(_with_partner(decode, self._prefill_table.columns()).any())
 
     def plan(self, query: Query, now: float) -> Plan | None:
-        """None: no decode pod is ready, or no prefill pod is and a remote prefill is a must. `now`: of the index."""
-        decode = self._decode_table.columns()
+        """None: no decode pod is ready that has the request's adapter, or no prefill pod is and a remote prefill is a
+        must. `now`: of the index."""
+        decode = self._decode_table.columns().for_adapter(query.adapter)
         if query.avoid:
             others = ~_among(decode, (query.avoid,))
             decode = decode.where(others) if others.any() else decode
@@ -148,7 +151,7 @@ class Planner:
             return self._local(query, decode, held, "resumed")
         if self.remote_prefill == "never":
             return self._local(query, decode, held, "colocated")
-        remote = self._remote(query, decode, held, self._prefill_table.columns())
+        remote = self._remote(query, decode, held, self._prefill_table.columns().for_adapter(query.adapter))
         if self.remote_prefill == "always":
             return remote
         if remote is None:
@@ -160,9 +163,9 @@ class Planner:
     def plan_handoff(self, query: Query, now: float, decode: str, failed: Collection[str]) -> Plan | None:
         """Plans for a request whose prefill pod failed: another one, which is not among `failed`, and the decode pod
         that the request has, if it is ready; all of them addresses. None: there is no other prefill pod."""
-        pods = self._decode_table.columns()
+        pods = self._decode_table.columns().for_adapter(query.adapter)
         same = _among(pods, (decode,))
-        prefill = self._prefill_table.columns()
+        prefill = self._prefill_table.columns().for_adapter(query.adapter)
         plan = self._remote(
             query,
             pods.where(same) if same.any() else pods,

@@ -212,6 +212,8 @@ class Cluster:
                 first = addresses.setdefault((pod.info.pod_id, pod.info.incarnation), pod.address)
                 if first != pod.address:  # as a name with A and AAAA records has it
                     pod.fits, pod.refusal = False, f"it is the pod at {first}"
+        for model in self.models:
+            model.settle_adapters()
         self._report()
 
     def _verdict(self, pod: Pod, info: pods_pb2.PodInfo) -> tuple[bool | None, str]:
@@ -246,6 +248,8 @@ class Cluster:
         for pod in self.pods:
             state = pod.state
             self._enter_or_leave(pod, state)
+            if pod.adapters is not pod.shown_adapters:
+                pod.shown_adapters, changed = pod.adapters, True
             if state is not pod.shown:
                 changed = True
                 self._show(pod)

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from common.pb import pods_pb2
+from common.types import AdapterName
 from router.discovery import Role
 from router.placing.index import PrefixIndex
 from router.placing.policies import PodTable
+from router.pods.adapters import AdapterTable
 from router.pods.pod import Pod, PodState
 
 
@@ -61,6 +63,7 @@ class ModelPods:
         self.decode_table = PodTable()
         self.prefill_pods: list[Pod] = []
         self.decode_pods: list[Pod] = []
+        self.adapters = AdapterTable()
         self._changed = asyncio.Event()  # replaced at each change; waiters hold the old one
 
     @property
@@ -82,11 +85,22 @@ class ModelPods:
         """Decode pods that take requests."""
         return [pod for pod in self.decode_pods if pod.state is PodState.READY]
 
-    async def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait for a ready decode pod; False if there is none after `timeout_s` seconds."""
+    def can_compute(self, adapter: bytes) -> bool:
+        """True if a request with this adapter could be answered now; empty: one without any."""
+        if not adapter:
+            return self.can_serve
+        return any(adapter in engine.adapters.loaded for pod in self.ready_decode() for engine in pod.engines)
+
+    async def changed(self) -> None:
+        """Returns when the state or the adapters of a pod have changed."""
+        await self._changed.wait()
+
+    async def wait_until_ready(self, timeout_s: float, adapter: bytes = b"") -> bool:
+        """Wait for a ready decode pod, which has the adapter if one is given; False if there is none after `timeout_s`
+        seconds."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.can_serve:
+                while not self.can_compute(adapter):
                     await self._changed.wait()
         except TimeoutError:
             return False
@@ -125,6 +139,7 @@ class ModelPods:
         for engine in pod.engines:
             if engine.load.row is None:
                 engine.load.row = table.add(pod.facts(engine), engine.load.current())
+                engine.load.row.hold(engine.adapters)
 
     def leave_table(self, pod: Pod) -> None:
         """The pod may not be chosen. Idempotent."""
@@ -138,6 +153,16 @@ class ModelPods:
         offered = [ModelFacts.of(info) for info in self._decode_infos()]
         if offered and self.facts not in offered:
             self.facts = offered[0]
+
+    def settle_adapters(self) -> None:
+        """Takes what the pods that fit say of their adapters."""
+        pods = [*self.decode_pods, *self.prefill_pods]
+        self.adapters.settle(pod.adapters for pod in pods if pod.fits and pod.adapters is not None)
+
+    def say_adapter(self, name: AdapterName) -> None:
+        """This router has changed the name of an adapter, which holds for requests from now on."""
+        self.adapters.say(name)
+        self.settle_adapters()
 
     def notify(self) -> None:
         """A pod's state has changed."""

@@ -17,15 +17,18 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.errors import BatonError, UnavailableError
+from common.errors import BatonError, InvalidRequestError, UnavailableError
 from common.observability.tracing.context import Metadata
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
 from common.rpc.channel import ChannelOpener, connect, open_channel
+from common.rpc.convert import adapter_name_to_pb
 from common.rpc.errors import error_from_pb, from_rpc_error
 from common.step_times import StepTimes
+from common.types import AdapterName
 from router.discovery import Role
 from router.placing.index import InvalidEventError, PrefixIndex
-from router.placing.policies import PodFacts
+from router.placing.policies import HeldAdapters, PodFacts
+from router.pods.adapters import ReportedAdapters
 from router.pods.canary import CanaryLoop, try_decode, try_prefill
 from router.pods.config import HealthConfig
 from router.pods.health import Outcome, PodHealth, Reason
@@ -44,6 +47,7 @@ MAX_BACKOFF_S = 2.0
 _CONNECT_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT_S = 5.0  # of an operator's call
+_LOAD_TIMEOUT_S = 300.0  # of one that reads an adapter, which may have to be downloaded
 _FIRST_BACKOFF_S = 0.1
 _ENGINES = "data_parallel_size"
 
@@ -95,11 +99,13 @@ class Pod:
         self.address = address
         self.listed = True  # some source names it; set by the Cluster
         self.shown = PodState.CONNECTING  # the state that was last told; the Cluster's
+        self.shown_adapters: ReportedAdapters | None = None  # those that were last told; the Cluster's
         self.model_names: tuple[str, ...] = ()  # of the model that it serves here, set by ModelPods
         self.on_idle: Callable[[], None] = _nothing  # called when the last request of this router has ended
         self.violation = ""  # what it reported that is invalid; it is refused as long as this incarnation lives
         self.info: pods_pb2.PodInfo | None = None  # None while not connected
         self.pod_id: str | None = None  # of the last pod that was connected at this address
+        self.adapters: ReportedAdapters | None = None  # None: it has reported none of this connection
         self.session: DecodeSession | None = None  # None unless this is a connected decode pod
         self.fits: bool | None = None  # whether it fits the cluster; None: not known yet. Set by the Cluster
         self.refusal = ""  # why it does not fit
@@ -264,6 +270,17 @@ class Pod:
         """Has the pod forget the blocks that no request uses. Raises a BatonError."""
         request = pods_pb2.ResetPrefixCacheRequest()
         await self._control(lambda stub: stub.ResetPrefixCache(request, timeout=_CONTROL_TIMEOUT_S))
+
+    async def load_adapter(self, path: str, digest: bytes = b"", timeout_s: float = _LOAD_TIMEOUT_S) -> bytes:
+        """Has the pod load an adapter, or keep it; see Pod.LoadAdapter. Returns its digest. Raises a BatonError."""
+        request = pods_pb2.LoadAdapterRequest(path=path, digest=digest)
+        response = await self._control(lambda stub: stub.LoadAdapter(request, timeout=timeout_s))
+        return response.digest
+
+    async def name_adapter(self, name: AdapterName) -> None:
+        """Has the pod give an adapter a name, or take it away; see Pod.NameAdapter. Raises a BatonError."""
+        request = pods_pb2.NameAdapterRequest(name=adapter_name_to_pb(name))
+        await self._control(lambda stub: stub.NameAdapter(request, timeout=_CONTROL_TIMEOUT_S))
 
     async def _control(self, call: Callable[[pods_pb2_grpc.PodAsyncStub], Awaitable[_Response]]) -> _Response:
         if self._control_stub is None:
@@ -434,10 +451,26 @@ class Pod:
             self.health.worked()
         engine.stats = stats
         engine.load.report(stats)
+        changed = self._take_adapters(stats, engine) or changed
         self.stalls.reported()
         if changed:
             self._on_change()
         return not stats.HasField("kv_events") or self.on_kv_events(engine, stats.kv_events)
+
+    def _take_adapters(self, stats: pods_pb2.PodStats, engine: PodEngine) -> bool:
+        """Returns whether the pod's adapters have changed."""
+        is_told = stats.HasField("adapters")
+        if is_told:
+            try:
+                self.adapters = ReportedAdapters.of(stats.adapters)
+            except InvalidRequestError as error:
+                self.reject(f"it reports invalid adapters: {error.message}")
+        loaded = frozenset[bytes]() if self.adapters is None else self.adapters.loaded
+        max_running = 0 if self.info is None else self.info.max_adapters
+        for each in self.engines if is_told else [engine]:
+            running = frozenset(stats.running_adapters) if each is engine else each.adapters.running
+            each.hold(HeldAdapters(loaded, running, max_running))
+        return is_told
 
     def _lose(self, error: BatonError) -> None:
         if self.info is not None:
@@ -454,6 +487,8 @@ class Pod:
         self._control_stub = None
         for engine in self.known_engines:
             engine.stats = None
+            engine.hold(HeldAdapters())
+        self.adapters = None
         self._serving = False
         self.fits = None
         self.refusal = ""

@@ -9,10 +9,21 @@ from google.protobuf.message import Message
 
 from common.pb import pods_pb2
 from router.placing.index import PrefixIndex
+from router.placing.policies import HeldAdapters
 from router.pods.load import PodLoad
 
 MAX_ENGINES = 64  # most engines of one pod
-_NO_SUMS = frozenset({"last_step_s", "last_step_tokens", "draining", "kv_events", "data_parallel_rank"})
+_NO_SUMS = frozenset(
+    {
+        "last_step_s",
+        "last_step_tokens",
+        "draining",
+        "kv_events",
+        "data_parallel_rank",
+        "adapters",
+        "running_adapters",
+    }
+)
 
 
 class PodEngine:
@@ -24,7 +35,15 @@ class PodEngine:
         self.slot: int | None = None  # in the index; None while not connected
         self.is_fed = False  # it has told which blocks it holds
         self.stats: pods_pb2.PodStats | None = None  # its last report; None while there is none of this connection
+        self.adapters = HeldAdapters()
         self._index = index
+
+    def hold(self, adapters: HeldAdapters) -> None:
+        """It has these adapters from now on."""
+        if adapters != self.adapters:
+            self.adapters = adapters
+            if self.load.row is not None:
+                self.load.row.hold(adapters)
 
     def connected(self, info: pods_pb2.PodInfo) -> None:
         """The pod was reached."""
@@ -59,6 +78,7 @@ def join_reports(by_engine: Sequence[pods_pb2.PodStats]) -> pods_pb2.PodStats:
     slowest = max(by_engine, key=lambda stats: stats.last_step_s)
     joined.last_step_s, joined.last_step_tokens = slowest.last_step_s, slowest.last_step_tokens
     joined.draining = any(stats.draining for stats in by_engine)
+    joined.running_adapters.extend(sorted({digest for stats in by_engine for digest in stats.running_adapters}))
     return joined
 
 

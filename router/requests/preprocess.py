@@ -20,7 +20,7 @@ from common.errors import (
 )
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer, TooManyTokensError
-from common.types import BlockHash, ExtraKey, SamplingParams, hash_prompt, root_hash
+from common.types import AdapterName, BlockHash, ExtraKey, SamplingParams, hash_prompt, root_hash
 from common.types.validation import (
     SEED_LIMIT,
     settle_sampling,
@@ -84,7 +84,7 @@ class Preprocessor:
         """End the threads. Idempotent."""
         self._threads.close()
 
-    async def prepare(self, draft: Draft) -> GenerationRequest:
+    async def prepare(self, draft: Draft, adapter: AdapterName | None = None) -> GenerationRequest:
         """Raises InvalidRequestError or a subclass for what the client did wrong, and UnavailableError if no pod could
         serve it."""
         _check_draft(draft)
@@ -114,10 +114,10 @@ class Preprocessor:
             max_tokens=sampling.max_tokens,
             param=draft.prompt_param,
         )
-        cache_salt = _salt(draft)
+        cache_salt, digest = _salt(draft), b"" if adapter is None else adapter.digest
         validate_extra_keys(draft.extra_keys, len(token_ids))
         hashes = await self._hash(
-            token_ids, model.block_size, root_hash(cache_salt), draft.extra_keys, tenant, priority
+            token_ids, model.block_size, root_hash(cache_salt, digest), draft.extra_keys, tenant, priority
         )
         tokenize_s = time.monotonic() - started
         self._metrics.first_token_phase.labels("tokenize").observe(tokenize_s)
@@ -129,6 +129,7 @@ class Preprocessor:
             sampling=sampling,
             stops=draft.stops,
             cache_salt=cache_salt,
+            adapter=adapter,
             extra_keys=draft.extra_keys,
             priority=priority,
             kv_failure_policy=kv_failure_policy,

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from common.observability.tracing.context import TraceContext
-from common.types import ExtraKey, FinishReason, SamplingParams
+from common.types import AdapterName, ExtraKey, FinishReason, SamplingParams
 from router.requests.terms import Terms
 
 KVFailurePolicy = Literal["recompute", "fail"]
@@ -128,6 +128,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str
+    adapter: AdapterName | None = None  # as it was when the request came; None: the model alone
     extra_keys: tuple[ExtraKey, ...] = ()
     priority: int
     kv_failure_policy: KVFailurePolicy
@@ -148,6 +149,11 @@ class GenerationRequest:
         return self.terms.tenant.name
 
     @property
+    def adapter_digest(self) -> bytes:
+        """The digest of its adapter; empty: it has none."""
+        return b"" if self.adapter is None else self.adapter.digest
+
+    @property
     def trace(self) -> TraceContext | None:
         """The span of the client's request; None: it is not traced, as parts are not."""
         return None if self.is_part else self.terms.trace
@@ -155,6 +161,7 @@ class GenerationRequest:
     def identity(self) -> bytes:
         """The same for repeats of a request, whatever their ids and seeds."""
         digest = hashlib.blake2b(array("Q", self.prompt_token_ids).tobytes(), digest_size=16)
+        digest.update(self.adapter_digest)
         digest.update(msgspec.msgpack.encode(self.extra_keys))
         digest.update(msgspec.msgpack.encode(msgspec.structs.replace(self.sampling, seed=None)))
         return digest.digest()

@@ -69,6 +69,12 @@ class AccessControl:
             raise UnauthenticatedError("the API key is not valid")
         return key.tenant
 
+    def check_no_page(self, origin: str | None) -> None:
+        """Raises PermissionDeniedError for an administrator's request of a web page (`origin`: its header) if there are
+        no keys: a browser lets any page send such a request."""
+        if self.is_open and origin is not None:
+            raise PermissionDeniedError("administration by web pages needs API keys")
+
     def check_operator(self, tenant: Tenant) -> None:
         """Raises PermissionDeniedError unless this tenant may see what concerns all tenants."""
         if not self.is_operator(tenant):

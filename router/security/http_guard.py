@@ -12,7 +12,10 @@ from router.wire.exchange import TENANT, Exchange, Receive, Scope, Send
 
 PROBE_PATHS = frozenset({"/health", "/readyz", "/livez", "/ping"})
 OPEN_PATHS = PROBE_PATHS | {"/version", "/openapi.json"}
-OPERATOR_PATHS = frozenset({"/metrics", "/load", "/v1/load", "/v1/cluster", "/reset_prefix_cache"})
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # vLLM's, of adapters
+OPERATOR_PATHS = frozenset(
+    {"/metrics", "/load", "/v1/load", "/v1/cluster", "/reset_prefix_cache", LOAD_PATH, UNLOAD_PATH}
+)
 _OPERATOR_PREFIX = "/admin/"
 
 

@@ -7,6 +7,7 @@
       tokens_per_minute: 1000000        # prompt and output
       max_concurrent: 32                # generations at once
       operator: true                    # may see what concerns all tenants; default false
+      models: [polite, terse]           # names of models and LoRA adapters that it may use; default: all
       min_priority: -5                  # the most urgent that its requests may ask for; default 0
       share_cache: true                 # with all others that say so; or
       cache_salt: team                  # with all others that name the same
@@ -100,6 +101,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: Positive | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     min_priority: Priority = _DEFAULT_MIN_PRIORITY
+    models: Annotated[list[str], Meta(min_length=1)] | None = None
     operator: bool = False
     share_cache: bool = False
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
@@ -171,7 +173,9 @@ def _parse_entry(where: str, entry: object) -> ApiKey:
     else:
         salt = _salt("key", digest.hex())
     quota = Quota(parsed.requests_per_minute, parsed.tokens_per_minute, parsed.max_concurrent)
-    return ApiKey(digest, Tenant(parsed.name, salt, parsed.weight, parsed.min_priority), quota, parsed.operator)
+    models = None if parsed.models is None else frozenset(parsed.models)
+    tenant = Tenant(parsed.name, salt, parsed.weight, parsed.min_priority, models)
+    return ApiKey(digest, tenant, quota, parsed.operator)
 
 
 def _refuse(where: str, problem: str) -> NoReturn:

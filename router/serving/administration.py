@@ -60,5 +60,10 @@ async def _reset(pod: Pod) -> str:
     return ""
 
 
+def by_operator(operator: Tenant) -> str:
+    """Who has done something, for the log."""
+    return f"by operator {operator.name}" if operator.name else "by a client without a key"
+
+
 def _log(event: str, operator: Tenant) -> None:
-    logger.info("%s, by %s", event, f"operator {operator.name}" if operator.name else "a client without a key")
+    logger.info("%s, %s", event, by_operator(operator))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
+from common.types import AdapterName
 from router.admission.admission import Admission
 from router.admission.gate import Gate
 from router.dispatching.dispatcher import Dispatcher
@@ -43,6 +44,7 @@ class ServedModel:
         self.name = source.names[0]
         self.names = source.names
         self.location = source.location
+        self._pod_wait_s = config.survival.pod_wait_s
         self.tokenizer = source.tokenizer
         self.parsing = source.parsing
         self.pods = pods
@@ -77,9 +79,15 @@ class ServedModel:
         """The model's fingerprint; empty until a pod has told it."""
         return b"" if self.pods.facts is None else self.pods.facts.fingerprint
 
-    async def prepare(self, draft: Draft) -> GenerationRequest:
-        """Raises as Preprocessor.prepare does."""
-        return await self.preprocessor.prepare(draft)
+    async def prepare(self, draft: Draft, adapter: AdapterName | None = None) -> GenerationRequest:
+        """Raises as Preprocessor.prepare does. A pod that has just started gets its adapters, for which this waits."""
+        if adapter is not None and self.pods.can_serve:
+            await self.pods.wait_until_ready(self._pod_wait_s, adapter.digest)
+        return await self.preprocessor.prepare(draft, adapter)
+
+    def name_of(self, request: GenerationRequest) -> str:
+        """The name of the model in the answer to a request."""
+        return self.name if request.adapter is None else request.adapter.name
 
     def close(self) -> None:
         """Release threads. Idempotent."""

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError, UnknownModelError, quoted
-from common.types import FinishReason
+from common.types import AdapterName, FinishReason
 from router.admission.admission import Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
 from router.dispatching.batch import Batch
@@ -28,7 +28,8 @@ from router.placing.planner import Plan
 from router.pods import Cluster, ModelPods
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.preprocess import choice_id
-from router.requests.request import GenerationRequest
+from router.requests.request import Draft, GenerationRequest
+from router.serving.adapters import Adapters
 from router.serving.administration import Administration
 from router.serving.cluster_view import ClusterView, view_of_cluster
 from router.serving.config import ServingConfig
@@ -45,6 +46,17 @@ _REMOVAL_MARGIN_S = 30.0  # beyond the deadline of the last request
 
 
 _RunningId = tuple[str, str]  # a tenant's name and a request id, which clients choose
+
+
+class Asked(NamedTuple):
+    """The model that a client has named, by itself or by an adapter."""
+
+    model: ServedModel
+    adapter: AdapterName | None  # as it is now; None: the model alone
+
+    async def prepare(self, draft: Draft) -> GenerationRequest:
+        """Raises as ServedModel.prepare does."""
+        return await self.model.prepare(draft, self.adapter)
 
 
 class Run(NamedTuple):
@@ -71,6 +83,7 @@ class InferenceService:
         self.cluster = cluster
         self.metrics = metrics
         self.administration = Administration(cluster)
+        self.adapters = Adapters(cluster, self)
         self.models: list[ServedModel] = []
         self._models: dict[str, ServedModel] = {}  # by name, aliases included
         self._models_by_id: dict[int, ServedModel] = {}  # includes removed models that may still have requests
@@ -110,25 +123,36 @@ class InferenceService:
         each = zip(self.models, reasons, strict=True)
         return f"no model can be served: {'; '.join(f'{model.name}: {reason}' for model, reason in each)}"
 
-    def model(self, name: str | None) -> ServedModel:
-        """The model of this name; without a name, the only one. Raises UnknownModelError, and InvalidRequestError
-        without a name if there are several."""
+    def asked(self, name: str | None, tenant: Tenant) -> Asked:
+        """The model or adapter that a tenant names; without a name, the only model. Raises UnknownModelError if there
+        is none that it may use, and InvalidRequestError without a name if there are several."""
         if not name:
-            if len(self.models) == 1:
-                return self.models[0]
-            problem = f"model is required: this router serves {self._known_models}"
+            if len(self.models) == 1 and any(map(tenant.may_use, self.models[0].names)):
+                return Asked(self.models[0], None)
+            problem = f"model is required: this router serves {self._known_models(tenant)}"
             raise InvalidRequestError(problem, param="model")
         if len(name) > MAX_MODEL_CHARS:
             raise InvalidRequestError(f"model must have at most {MAX_MODEL_CHARS} characters", param="model")
-        model = self._models.get(name)
-        if model is None:
-            problem = f"the model {quoted(name)} is not served here; use {self._known_models}"
-            raise UnknownModelError(problem, param="model")
-        return model
+        if tenant.may_use(name):
+            if (model := self._models.get(name)) is not None:
+                return Asked(model, None)
+            for model in self.models:
+                if (adapter := model.pods.adapters.served.get(name)) is not None:
+                    return Asked(model, adapter)
+        problem = f"the model {quoted(name)} is not served here; use {self._known_models(tenant)}"
+        raise UnknownModelError(problem, param="model")
 
-    @property
-    def _known_models(self) -> str:
-        return ", ".join(repr(name) for name in self._models) or "no model"
+    def adapters_of(self, model: ServedModel) -> list[AdapterName]:
+        """The adapters that requests may name, but for those of which a model has the name."""
+        return [each for name, each in model.pods.adapters.served.items() if name not in self._models]
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of this name, or of this adapter, whoever asks. Raises as `asked` does."""
+        return self.asked(name, Tenant()).model
+
+    def _known_models(self, tenant: Tenant) -> str:
+        adapters = [adapter.name for model in self.models for adapter in self.adapters_of(model)]
+        return ", ".join(repr(name) for name in (*self._models, *adapters) if tenant.may_use(name)) or "no model"
 
     @property
     def num_under_way(self) -> int:
@@ -153,6 +177,11 @@ class InferenceService:
     def _max_model_len(self) -> int:
         """The longest context of all models."""
         return max((model.max_model_len for model in self.models), default=0)
+
+    def running_adapters(self, model: ServedModel) -> set[AdapterName]:
+        """The adapters of the requests that run or wait for their turn."""
+        running = [generation.request for generation in self._running.values()]
+        return {each.adapter for each in running if each.adapter is not None and each.model_id == model.model_id}
 
     def model_of(self, request: GenerationRequest) -> ServedModel:
         """The model that prepared the request, which may have been removed since."""

@@ -172,9 +172,22 @@ class Exchange:
         self, body: bytes | Sequence[bytes], *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
     ) -> None:
         """A whole response; between parts of the body, others have their turn."""
-        *parts, last = [body] if isinstance(body, bytes) else body
+        await self._send_whole([body] if isinstance(body, bytes) else body, b"application/json", status, headers)
+
+    async def send_text(self, text: str) -> None:
+        """A whole response with status 200."""
+        await self._send_whole([text.encode()], b"text/plain; charset=utf-8", 200)
+
+    async def _send_whole(
+        self,
+        body: Sequence[bytes],
+        content_type: bytes,
+        status: int,
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> None:
+        *parts, last = body
         num_bytes = len(last) + sum(map(len, parts))
-        own = [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]
+        own = [(b"content-type", content_type), (b"content-length", str(num_bytes).encode())]
         own += self._identification()
         if status == 200:
             own += self._of_success()

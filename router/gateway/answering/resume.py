@@ -109,8 +109,8 @@ def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
 
 
 def digest_of(body: msgspec.Struct, tenant: Tenant, fingerprint: bytes) -> bytes:
-    """Returns the digest of a request: its body, its tenant and its model (`fingerprint`). Equal bodies have equal
-    digests, however they are written as JSON."""
+    """Returns the digest of a request: its body, its tenant, its model and adapter (`fingerprint`). Equal bodies have
+    equal digests, however they are written as JSON."""
     return digest_of_bytes(type(body).__name__, msgspec.json.encode(body), tenant, fingerprint)
 
 

@@ -35,7 +35,7 @@ class CountTokensEndpoint(JsonEndpoint[ChatBody]):
         with MESSAGES_NAMES.in_errors():
             terms = read_terms(exchange.given_header, exchange.tenant)
             (draft,) = parsed.drafts(exchange.request_id, arrived_at, terms)
-            preprocessor = self._service.model(parsed.model).preprocessor
+            preprocessor = self._service.asked(parsed.model, exchange.tenant).model.preprocessor
             token_ids = await preprocessor.tokenize(draft.prompt, draft.prompt_param, exchange.tenant)
             account.spend(len(token_ids))
             await exchange.send_json(msgspec.json.encode(CountedTokens(len(token_ids))))

@@ -36,7 +36,7 @@ class Refused(NamedTuple):
 
 _USE_STRUCTURED = "constrain answers with structured_outputs"
 _NO_TRANSFER = "the router arranges transfers between pods itself"
-_NO_ADAPTERS = "adapters are not loaded"
+_NO_ADAPTERS = "an adapter is named as model, once an operator has loaded it"
 _ONLY_TEXT = "only text goes in and out"
 _NO_TRACE = "answers have no such field"
 _ONLY_STRINGS = "only texts in `stop` and ids in `stop_token_ids` end an answer"

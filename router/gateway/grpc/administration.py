@@ -50,6 +50,29 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             addresses = await self._service.administration.reset_prefix_caches(operator)
         return admin_pb2.ResetPrefixCacheOfPodsResponse(addresses=addresses)
 
+    async def LoadLoraAdapter(  # noqa: N802
+        self, request: admin_pb2.LoadLoraAdapterRequest, context: _Context
+    ) -> admin_pb2.LoadLoraAdapterResponse:
+        """All pods of a model load an adapter."""
+        async with self._operator(context) as operator:
+            await self._service.adapters.load(
+                request.lora_name,
+                request.lora_path,
+                operator,
+                base_model=request.base_model_name or None,
+                in_place=request.load_inplace,
+            )
+        return admin_pb2.LoadLoraAdapterResponse()
+
+    async def UnloadLoraAdapter(  # noqa: N802
+        self, request: admin_pb2.UnloadLoraAdapterRequest, context: _Context
+    ) -> admin_pb2.UnloadLoraAdapterResponse:
+        """An adapter gets no new requests."""
+        async with self._operator(context) as operator:
+            name = request.base_model_name or None
+            await self._service.adapters.unload(request.lora_name, operator, base_model=name)
+        return admin_pb2.UnloadLoraAdapterResponse()
+
     @asynccontextmanager
     async def _operator(self, context: _Context) -> AsyncIterator[Tenant]:
         """Errors become statuses, and are counted."""

@@ -158,12 +158,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse],
     ) -> inference_pb2.ListModelsResponse:
         """The served models, under all their names."""
-        cards = [
-            inference_pb2.ModelCard(name=name, max_model_len=model.max_model_len)
-            for model in self._service.models
-            for name in model.names
-        ]
-        return inference_pb2.ListModelsResponse(models=cards)
+        may_use = tenant_of_call().may_use
+        response = inference_pb2.ListModelsResponse()
+        for model in self._service.models:
+            for name in filter(may_use, model.names):
+                response.models.add(name=name, max_model_len=model.max_model_len)
+            for adapter in self._service.adapters_of(model):
+                if may_use(adapter.name):
+                    response.models.add(name=adapter.name, max_model_len=model.max_model_len, parent=model.name)
+        return response
 
     async def Tokenize(  # noqa: N802
         self,
@@ -175,7 +178,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         account = self._access.account(tenant)
         async with self._errors(context, "Tokenize"):
             prompt, param = prompt_of(request)
-            model = self._service.model(request.model)
+            model = self._service.asked(request.model, tenant).model
             token_ids = await model.preprocessor.tokenize(prompt, param, tenant)
             account.spend(len(token_ids))
             return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
@@ -190,7 +193,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         account = self._access.account(tenant)
         async with self._errors(context, "Detokenize"):
             token_ids = list(request.token_ids)
-            preprocessor = self._service.model(request.model).preprocessor
+            preprocessor = self._service.asked(request.model, tenant).model.preprocessor
             text = await preprocessor.detokenize(token_ids, "token_ids", tenant)
             account.spend(len(token_ids))
             return inference_pb2.DetokenizeResponse(text=text)
@@ -310,7 +313,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         choices, event_ids = candidates_of(request, num, n), None
         model = self._service.model_of(request)
         if last_id is not None or message.resumable:
-            digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, model.fingerprint)
+            identity = model.fingerprint + request.adapter_digest
+            digest = digest_of_bytes("GenerateRequest", asked_for(message), terms.tenant, identity)
             event_ids, choices = await begin(self._service.streams, last_id, digest, draft.request_id, choices)
         parsers = [model.parsing.parser_for(choice, options) for choice in choices]
         constraint_name = draft.names.get(STRUCTURED, STRUCTURED)
@@ -318,8 +322,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _valid(self, draft: Draft, options: ReplyOptions) -> GenerationRequest:
         """The request, whose answers are parsed in this way. Raises InvalidRequestError."""
-        model = self._service.model(draft.model)
-        request = await model.parsing.prepare(draft, options, model.prepare)
+        asked = self._service.asked(draft.model, draft.terms.tenant)
+        request = await asked.model.parsing.prepare(draft, options, asked.prepare)
         release_message()
         return request
 

@@ -269,13 +269,14 @@ class Detokenized(AnswerStruct):
 
 class ModelCard(AnswerStruct):
     """A name of a served model; `root` is its first name, which answers have. Without a ready decode pod its context is
-    not known."""
+    not known. Of a LoRA adapter, `parent` is its model, and `root`, for operators, where it was loaded from."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int | None
 
 

@@ -29,7 +29,8 @@ class TokenizeEndpoint(JsonEndpoint[TokenizeTextBody | TokenizeChatBody]):
         return parse_tokenize(body)
 
     async def _serve(self, parsed: TokenizeTextBody | TokenizeChatBody, exchange: Exchange, arrived_at: float) -> None:
-        account, model = self._access.account(exchange.tenant), self._service.model(parsed.model)
+        account = self._access.account(exchange.tenant)
+        model = self._service.asked(parsed.model, exchange.tenant).model
         prompt = parsed.as_prompt()
         max_model_len = model.max_model_len  # now: its pods may be gone when the tokens are there
         param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
@@ -50,7 +51,8 @@ class DetokenizeEndpoint(JsonEndpoint[DetokenizeBody]):
         return parse_detokenize(body)
 
     async def _serve(self, parsed: DetokenizeBody, exchange: Exchange, arrived_at: float) -> None:
-        account, model = self._access.account(exchange.tenant), self._service.model(parsed.model)
+        account = self._access.account(exchange.tenant)
+        model = self._service.asked(parsed.model, exchange.tenant).model
         text = await model.preprocessor.detokenize(parsed.tokens, "tokens", exchange.tenant)
         account.spend(len(parsed.tokens))
         await exchange.send_json(msgspec.json.encode(Detokenized(text)))

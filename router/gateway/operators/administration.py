@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.errors import PermissionDeniedError
 from router.fairness.tenant import Tenant
 from router.placing.policies import PodTable
 from router.security.access import AccessControl
@@ -113,10 +112,8 @@ class AdministrationEndpoints:
         return _json(StepTimesOfModels([_learned(model) for model in self._service.models]))
 
     def _operator(self, request: Request) -> Tenant:
-        """Raises PermissionDeniedError for a web page if there are no keys: a browser lets any page send such a
-        request."""
-        if self._access.is_open and "origin" in request.headers:
-            raise PermissionDeniedError("administration by web pages needs API keys")
+        """Raises PermissionDeniedError for a web page if there are no keys."""
+        self._access.check_no_page(request.headers.get("origin"))
         tenant = request.scope[TENANT]
         assert isinstance(tenant, Tenant)
         return tenant

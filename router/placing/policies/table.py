@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,21 @@ class PodFacts(NamedTuple):
         return f"{self.address}#{self.data_parallel_rank}" if self.data_parallel_rank else self.address
 
 
+class HeldAdapters(NamedTuple):
+    """The LoRA adapters of a pod, by digest."""
+
+    loaded: frozenset[bytes] = frozenset()  # those that requests may have
+    running: frozenset[bytes] = frozenset()  # those that requests are computed with now
+    max_running: int = 0
+
+    def has_place(self, digest: bytes) -> bool:
+        """Whether a request with this adapter need not wait until another has no requests any more."""
+        return digest in self.running or len(self.running) < self.max_running
+
+
+NO_ADAPTERS = HeldAdapters()
+
+
 class Load(NamedTuple):
     """The figures that change."""
 
@@ -62,6 +78,7 @@ class PodColumns:
         connectors: NDArray[np.int64],
         keys: NDArray[np.uint64],
         facts: list[PodFacts],
+        adapters: list[HeldAdapters],
         step_times: StepTimes,
     ) -> None:
         self._values = values  # [fields, pods]
@@ -69,6 +86,7 @@ class PodColumns:
         self.connectors = connectors  # see connector_number
         self.keys = keys  # hashes of their addresses, the same in every router
         self.facts = facts
+        self.adapters = adapters
         self.step_times = step_times  # of the role
         rows: Iterator[Column] = iter(values)
         self.num_requests = next(rows)
@@ -90,10 +108,25 @@ class PodColumns:
         """Only the pods for which `keep` is true."""
         if keep.all():
             return self
-        facts = [facts for facts, kept in zip(self.facts, keep.tolist(), strict=True) if kept]
+        kept = keep.tolist()
         return PodColumns(
-            self._values[:, keep], self.slots[keep], self.connectors[keep], self.keys[keep], facts, self.step_times
+            self._values[:, keep],
+            self.slots[keep],
+            self.connectors[keep],
+            self.keys[keep],
+            list(compress(self.facts, kept)),
+            list(compress(self.adapters, kept)),
+            self.step_times,
         )
+
+    def for_adapter(self, digest: bytes) -> PodColumns:
+        """Only the pods that have this adapter; of these only those where it need not wait for others, if there are
+        any. Empty: all pods."""
+        if not digest:
+            return self
+        pods = self.where(np.array([digest in held.loaded for held in self.adapters], dtype=np.bool_))
+        at_once = np.array([held.has_place(digest) for held in pods.adapters], dtype=np.bool_)
+        return pods.where(at_once) if at_once.any() else pods
 
 
 class PodRow:
@@ -110,6 +143,10 @@ class PodRow:
         """Write the pod's load."""
         self._table.write(self.number, load)
 
+    def hold(self, adapters: HeldAdapters) -> None:
+        """Write the pod's adapters."""
+        self._table.hold(self.number, adapters)
+
 
 class PodTable:
     """The ready pods of one role."""
@@ -124,6 +161,7 @@ class PodTable:
         self._listener: Callable[[], None] | None = None
         self._rows: list[PodRow] = []
         self._facts: list[PodFacts] = []
+        self._adapters: list[HeldAdapters] = []
         self._columns: PodColumns | None = None  # as long as there are the same pods
 
     def __len__(self) -> int:
@@ -142,6 +180,7 @@ class PodTable:
         row = PodRow(self, number, facts)
         self._rows.append(row)
         self._facts.append(facts)
+        self._adapters.append(NO_ADAPTERS)
         self._slots[number] = facts.slot
         self._connectors[number] = connector_number(facts.connector)
         self._keys[number] = stable_hash(facts.name)
@@ -160,11 +199,11 @@ class PodTable:
         """A pod is no longer ready; the last one takes its place."""
         self._columns = None
         last = self._rows.pop()
-        facts = self._facts.pop()
+        facts, adapters = self._facts.pop(), self._adapters.pop()
         if last is not row:
             to, of = row.number, last.number
             self._rows[to] = last
-            self._facts[to] = facts
+            self._facts[to], self._adapters[to] = facts, adapters
             self._values[:, to] = self._values[:, of]
             self._slots[to] = self._slots[of]
             self._connectors[to] = self._connectors[of]
@@ -178,6 +217,10 @@ class PodTable:
         if self._listener is not None:
             self._listener()
 
+    def hold(self, number: int, adapters: HeldAdapters) -> None:
+        """Writes the adapters of a row; only PodRow calls it."""
+        self._adapters[number] = adapters
+
     def columns(self) -> PodColumns:
         """All pods. Valid until the table changes."""
         if self._columns is None:
@@ -188,6 +231,7 @@ class PodTable:
                 self._connectors[:size],
                 self._keys[:size],
                 self._facts,
+                self._adapters,
                 self.step_times,
             )
         return self._columns

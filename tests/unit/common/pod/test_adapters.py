@@ -22,8 +22,8 @@ from common.errors import (
 )
 from common.pb import pods_pb2
 from common.pb.pods_pb2_grpc import PodStub
-from common.pod.adapters import AdapterName
 from common.rpc.errors import from_rpc_error
+from common.types import AdapterName
 from tests.pods import DEADLINE_S, FakeRouter, RunningPod, decode_pod, engine_request, prompt_of, wait_for
 
 PROMPT = prompt_of(40)
@@ -69,9 +69,9 @@ async def test_a_loaded_adapter_computes_its_own_answers_and_its_name_is_reporte
     assert loaded.digest == digest
     name = pods_pb2.AdapterName(name="polite", revision=7, digest=digest, path=path)
     await stub_of(pod).NameAdapter(pods_pb2.NameAdapterRequest(name=name))
-    while not (report := await watch.read()).HasField("adapters"):
+    while not (report := await watch.read()).adapters.names:
         pass
-    assert list(report.adapters.names) == [name]
+    assert (list(report.adapters.names), list(report.adapters.loaded)) == ([name], [digest])
     watch.cancel()
     async with FakeRouter(pod) as router:
         assert await generate(router, "a", digest) == expected_tokens(PROMPT, 6, adapter=digest)
@@ -125,7 +125,7 @@ async def test_an_adapter_without_a_name_is_forgotten_after_a_while_unless_it_is
         await adapters.load(path)
         await adapters.load(named)
         adapters.give_name(AdapterName("b", 1, kept, named))
-        await wait_for(lambda: adapters.num_loaded == 1)
+        await wait_for(lambda: adapters.loaded == [kept])
         assert pod.executor.adapters.installed == {kept}
         adapters.give_name(AdapterName("b", 2, b"", ""))
         assert pod.executor.adapters.installed == {kept}, "requests may be on their way"

@@ -176,7 +176,7 @@ async def test_a_client_that_stops_reading_is_given_up(start_cluster, monkeypatc
 
 
 async def test_an_unforeseen_failure_is_counted_and_logged(stub, cluster, monkeypatch, caplog):
-    async def fail(_):
+    async def fail(*_):
         raise ZeroDivisionError
 
     monkeypatch.setattr(cluster.router.service.model(""), "prepare", fail)
