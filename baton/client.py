@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 import grpc
 
 from baton.answers import Answer, Model, Piece
-from baton.attempts import StreamProgress
+from baton.attempts import Attempts, StreamProgress
 from baton.connection import Connection, Metadata
 from baton.requests import (
     ChatRequest,
@@ -26,13 +26,14 @@ from baton.requests import (
     text_request,
     timeout_of,
 )
-from common.pb import inference_pb2
+from common.pb import admin_pb2, inference_pb2
+from common.pb.admin_pb2_grpc import AdminStub
 from common.pb.inference_pb2_grpc import InferenceStub
 from common.rpc.errors import from_rpc_error
 from common.types import SamplingParams
 
 if TYPE_CHECKING:
-    from baton.connection import Method, Stub
+    from baton.connection import AdminMethod, CallAt, Method, Stub
 
 _Reply = TypeVar("_Reply")
 
@@ -110,6 +111,21 @@ class Client:
         """Lists the served models."""
         return models_of(self._call(lambda stub: stub.ListModels, inference_pb2.ListModelsRequest()))
 
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> None:
+        """Has all pods load a LoRA adapter, which requests then name as their model. Needs an operator's key. `path`:
+        directory as the pods see it, or hub id; `in_place`: the name may be taken; `model`: whose adapter it is, where
+        a router serves several. Raises InvalidRequestError if it cannot be used, ConflictError if the name is taken."""
+        message = admin_pb2.LoadLoraAdapterRequest(
+            lora_name=name, lora_path=path, load_inplace=in_place, base_model_name=model
+        )
+        self._administer(lambda stub: stub.LoadLoraAdapter, message)
+
+    def unload_adapter(self, name: str, *, model: str = "") -> None:
+        """Refuses new requests for an adapter; running ones finish. Needs an operator's key. Raises UnknownModelError
+        if there is none."""
+        message = admin_pb2.UnloadLoraAdapterRequest(lora_name=name, base_model_name=model)
+        self._administer(lambda stub: stub.UnloadLoraAdapter, message)
+
     def tokenize(self, prompt: str | Conversation, *, model: str = "") -> list[int]:
         """Returns the token ids of a text or a conversation."""
         message = inference_pb2.TokenizeRequest(model=model)
@@ -160,10 +176,20 @@ class Client:
     ) -> _Reply:
         """Makes a call with one reply, at `address` or any of the client's routers."""
         attempts = self._connection.attempts(timeout_s, address)
+        return self._attempt(lambda each: method(self._stubs[each]), message, attempts, metadata)
+
+    def _administer(self, method: AdminMethod[_Reply], message: Any) -> _Reply:
+        """Makes an operator's call."""
+        attempts = self._connection.attempts()
+        return self._attempt(lambda each: method(AdminStub(self._channels[each])), message, attempts)
+
+    def _attempt(
+        self, call_at: CallAt[_Reply], message: Any, attempts: Attempts, metadata: Metadata | None = None
+    ) -> _Reply:
         sent = self._connection.metadata if metadata is None else metadata
         while True:
             try:
-                return method(self._stubs[attempts.address])(message, timeout=attempts.timeout_s, metadata=sent)
+                return call_at(attempts.address)(message, timeout=attempts.timeout_s, metadata=sent)
             except grpc.RpcError as error:
                 time.sleep(attempts.delay_after(from_rpc_error(error)))
 

@@ -16,11 +16,16 @@ from common.rpc.channel import CHANNEL_OPTIONS
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 if TYPE_CHECKING:
+    from common.pb.admin_pb2_grpc import AdminAsyncStub, AdminStub
     from common.pb.inference_pb2_grpc import InferenceAsyncStub, InferenceStub
 
     _Reply = TypeVar("_Reply")
     Method = Callable[[InferenceStub], grpc.UnaryUnaryMultiCallable[Any, _Reply]]
     AsyncMethod = Callable[[InferenceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Any, _Reply]]
+    AdminMethod = Callable[[AdminStub], grpc.UnaryUnaryMultiCallable[Any, _Reply]]
+    AsyncAdminMethod = Callable[[AdminAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Any, _Reply]]
+    CallAt = Callable[[str], grpc.UnaryUnaryMultiCallable[Any, _Reply]]
+    AsyncCallAt = Callable[[str], grpc.aio.UnaryUnaryMultiCallable[Any, _Reply]]
     Stub = InferenceStub
     AsyncStub = InferenceAsyncStub
 

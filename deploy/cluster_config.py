@@ -46,6 +46,7 @@ _POD_SETTINGS = {
     "host": "",
     "port": "",
     "pod_id": "",
+    "lora_modules": "lora_modules",
     "connector": "connector",
     "connector_path": "connector_path",
     "drain_timeout_s": "stop_grace_s",
@@ -82,6 +83,7 @@ EXAMPLES = (
     "baton up Qwen/Qwen3-0.6B --prefill 2 --decode 2",
     "baton up Qwen/Qwen3-0.6B --port 0 -d           # in the background; baton status, logs, down",
     "baton up --models qwen=Qwen/Qwen3-0.6B --models llama=/models/llama",
+    "baton up --lora-modules polite=/models/polite  # an adapter, which requests name as their model",
     "baton up --prefill 0 --max-num-seqs 64         # colocated",
     "baton up --remote-prefill prefer --connector redis",
     "baton up --prefill-tensor-parallel-size 2      # two ranks in each prefill pod",
@@ -109,6 +111,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         "KV connector": ("connector", "connector_path", "connector_options", "redis_memory"),
         "Addresses": ("host", "port", "grpc_port", "metrics_port"),
         "API": ("models", "served_model_name", "generation_config", "override_generation_config"),
+        "LoRA adapters": ("lora_modules",),
         "Processes": ("router_workers", "mtls", "start_timeout_s", "stop_grace_s", "log_level", "log_format"),
     }
     EVERYDAY: ClassVar[frozenset[str]] = frozenset(
@@ -137,6 +140,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "target_itl_ms",
             "max_num_seqs",
             "speculative",
+            "lora_modules",
         }
     )
 
@@ -187,6 +191,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         dict[str, int | float],
         Meta(description="Sampling defaults by their names in generation_config.json, which they win over."),
     ] = {}
+    lora_modules: Annotated[
+        dict[str, str],
+        Meta(description="LoRA adapters that all pods load before they are ready, as name=directory or name=hub id."),
+    ] = {}
     router_workers: Annotated[
         RouterWorkers,
         Meta(ge=1, description="Processes of the router, which share its ports; one per core that it may use."),
@@ -209,8 +217,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
+        if not all(map(is_model_name, self.lora_modules)):
+            raise ValueError(f"--lora-modules: names must have 1 to {MAX_MODEL_CHARS} characters")
         if not self.models:
             return
+        if self.lora_modules:
+            raise ValueError("--lora-modules and --models exclude each other: load adapters once the cluster is ready")
         if not all(map(is_model_name, self.models)):
             raise ValueError(f"--models: names must have 1 to {MAX_MODEL_CHARS} characters")
         own = self.engine.model
@@ -254,6 +266,7 @@ class ModelSource(msgspec.Struct, frozen=True):
     model: str
     revision: str | None
     setting: str = "--model"  # that names it
+    is_adapter: bool = False
 
 
 def parse_cluster(argv: Sequence[str] | None) -> ClusterCommand:
@@ -365,7 +378,7 @@ def _not_passed(role: str) -> frozenset[str]:
 
 
 def _model_sources(config: ClusterConfig, document: Section) -> list[ModelSource]:
-    """Each model once, and those that propose drafts. That of the cluster wins over those of sections."""
+    """Each model once, those that propose drafts, and adapters. That of the cluster wins over those of sections."""
     sections = [document.section(role) for role in _PROCESSES]
     named = [ModelSource(location, None) for location in names_by_location(config.models)] if config.models else []
     for section in [] if config.models else sections:
@@ -382,6 +395,8 @@ def _model_sources(config: ClusterConfig, document: Section) -> list[ModelSource
         options = None if method is None else method.options
         if isinstance(options, DraftModelOptions):
             named.append(ModelSource(options.model, options.revision, f"--speculative: {options.method}:model"))
+    for name, path in config.lora_modules.items():
+        named.append(ModelSource(path, None, f"--lora-modules: {name}", is_adapter=True))
     return [source for source in dict.fromkeys(named) if source.model]
 
 

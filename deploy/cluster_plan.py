@@ -92,6 +92,8 @@ def plan_cluster(
         common += ["--config", str(config_file)]
     engine_options = to_arguments(config.engine)
     pod_options = [f"--drain-timeout-s={config.stop_grace_s}", *connector.pod_options]
+    for name, path in config.lora_modules.items():
+        pod_options += ["--lora-modules", f"{name}={path}"]
     metrics_ports = _metrics_ports(config, [pod.name for pod in planned])
     pods: list[PodSpec] = []
     for pod, pod_port in zip(planned, ports, strict=True):

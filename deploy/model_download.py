@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.pod.config import ADAPTER_FILES
 from deploy.cluster_config import ModelSource
 from deploy.terminal import Terminal
 
@@ -76,7 +77,10 @@ def _download(source: ModelSource, terminal: Terminal, into: Path | None = None)
     started = time.monotonic()
     try:
         directory = snapshot_download(
-            source.model, revision=source.revision, allow_patterns=MODEL_FILES, local_dir=into
+            source.model,
+            revision=source.revision,
+            allow_patterns=ADAPTER_FILES if source.is_adapter else MODEL_FILES,
+            local_dir=into,
         )
     except RepositoryNotFoundError as error:
         raise ConfigError(

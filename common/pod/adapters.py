@@ -27,12 +27,12 @@ from common.errors import (
     UnknownModelError,
     quoted,
 )
+from common.pod.config import ADAPTER_FILES
 from common.pod.tasks import TaskSet
 from common.types import AdapterName
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 MAX_NAMES = 1024  # those that were taken away included
 _FORGET_S = 24 * 3600.0  # how long a name that was taken away is told
 _OF_SETTINGS = 1  # revision

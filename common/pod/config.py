@@ -27,6 +27,7 @@ from common.observability.tracing.config import TracingConfig
 from common.pod.announce import AnnounceConfig
 from common.rpc.tls import ClusterTlsConfig
 
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]  # in a directory of `lora_modules`
 CONNECTOR_FACTORY = "kv_store.registry:create_connector"
 
 Port = Annotated[int, Meta(ge=0, le=65535)]

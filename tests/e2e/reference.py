@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.demo_model import demo_model_path
 
+DEMO_MODEL = demo_model_path()
 PROMPTS = [
     "The capital of France is",
     "The capital of Italy is",
@@ -25,17 +27,17 @@ PROMPTS = [
 
 
 @functools.cache
-def _model() -> tuple[Any, Any]:
+def _model(directory: Path = DEMO_MODEL) -> tuple[Any, Any]:
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-    return tokenizer, AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)  # of all
+    return tokenizer, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 @functools.cache
-def greedy_completion(prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> str:
-    """The greedy continuation of `prompt`, special tokens left out."""
+def greedy_completion(prompt: str, max_tokens: int, *, ignore_eos: bool = False, directory: Path = DEMO_MODEL) -> str:
+    """The greedy continuation of `prompt`, special tokens left out, by the demo model or one made of it."""
     tokenizer, _ = _model()
-    return _greedy(tokenizer(prompt, return_tensors="pt")["input_ids"], max_tokens, ignore_eos)
+    return _greedy(tokenizer(prompt, return_tensors="pt")["input_ids"], max_tokens, ignore_eos, directory)
 
 
 @functools.cache
@@ -49,8 +51,8 @@ def greedy_chat(message: str, max_tokens: int, *later: str) -> str:
     return _greedy(inputs["input_ids"], max_tokens, ignore_eos=False)
 
 
-def _greedy(prompt_ids: torch.Tensor, max_tokens: int, ignore_eos: bool) -> str:
-    tokenizer, model = _model()
+def _greedy(prompt_ids: torch.Tensor, max_tokens: int, ignore_eos: bool, directory: Path = DEMO_MODEL) -> str:
+    tokenizer, model = _model(directory)
     never = torch.iinfo(torch.int64).max
     eos = never if ignore_eos else model.generation_config.eos_token_id
     with torch.inference_mode():

@@ -14,6 +14,7 @@ from baton import AsyncClient, Client, SamplingParams
 from baton.answers import FinishReason
 from baton.errors import (
     BatonError,
+    ConflictError,
     DeadlineExceededError,
     InvalidRequestError,
     UnauthenticatedError,
@@ -217,6 +218,29 @@ def test_a_message_is_a_mapping_of_texts(messages):
     with pytest.raises(InvalidRequestError) as caught:
         chat_request(messages, None)
     assert caught.value.param == "messages[0]"
+
+
+@kinds
+async def test_adapters_are_loaded_listed_and_unloaded(start_cluster, kind):
+    pod = FakeDecodePod()
+    pod.adapters = {"/a": b"a" * 32, "/b": b"b" * 32}
+    cluster = await start_cluster(decode=[pod])
+    async with connected(kind, cluster.router.grpc_address) as client:
+        await client.load_adapter("polite", "/a")
+        base, adapter = await client.models()
+        assert (adapter.name, adapter.parent, base.parent) == ("polite", base.name, "")
+        await client.generate("Hello", max_tokens=1, model="polite")
+        assert pod.submits[-1].request.adapter == b"a" * 32
+        with pytest.raises(ConflictError):
+            await client.load_adapter("polite", "/b")
+        await client.load_adapter("polite", "/b", in_place=True, model=base.name)
+        with pytest.raises(InvalidRequestError) as refused:
+            await client.load_adapter("terse", "/nowhere")
+        assert refused.value.param == "lora_path"
+        await client.unload_adapter("polite")
+        assert [each.name for each in await client.models()] == [base.name]
+        with pytest.raises(UnknownModelError):
+            await client.unload_adapter("polite")
 
 
 @kinds

@@ -485,6 +485,27 @@ def test_models_that_propose_drafts_are_fetched_too(tmp_path: Path) -> None:
         main(["--dry-run", "--speculative", f"draft:model={tmp_path}/none"])
 
 
+def test_all_pods_get_the_adapters_which_are_fetched_once(tmp_path: Path) -> None:
+    given = ["--lora-modules", "polite=/models/polite", "--lora-modules", "terse=a/terse"]
+    command = parse_cluster(["a/b", *given])
+    polite = ModelSource("/models/polite", None, "--lora-modules: polite", is_adapter=True)
+    terse = ModelSource("a/terse", None, "--lora-modules: terse", is_adapter=True)
+    assert command.model_sources == [ModelSource("a/b", None), polite, terse]
+    planned = plan(command.config)
+    for pod in planned.pods:
+        assert list(pod.command).count("--lora-modules") == 2
+        assert "terse=a/terse" in pod.command
+    assert "--lora-modules" not in planned.router.command
+    with pytest.raises(ConfigError, match=r"--lora-modules and --models exclude each other"):
+        parse_cluster(["--models", "one=/one", *given])
+    file = tmp_path / "baton.yaml"
+    file.write_text("decode: {lora_modules: {polite: /models/polite}}\n")
+    with pytest.raises(ConfigError, match=r"decode\.lora_modules: .* use cluster\.lora_modules"):
+        parse_cluster(["--config", str(file)])
+    with pytest.raises(ConfigError, match=f"^--lora-modules: polite: {tmp_path}/none does not exist$"):
+        main(["--dry-run", "--lora-modules", f"polite={tmp_path}/none"])
+
+
 def test_the_hub_is_asked_for_the_files_that_processes_load() -> None:
     assert set(_HUB_FILES) == set(MODEL_FILES)
     assert all(any(fnmatch(name, pattern) for pattern in MODEL_FILES) for name in ROUTER_FILES)

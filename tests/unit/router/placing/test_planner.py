@@ -6,8 +6,8 @@ import pytest
 
 from router.placing.index import PrefixIndex
 from router.placing.planner import Planner, Query
-from router.placing.policies import PodTable
-from tests.unit.router.placing.pod_tables import FACTS, IDLE
+from router.placing.policies import HeldAdapters, PodTable
+from tests.unit.router.placing.pod_tables import FACTS, IDLE, table_of
 
 NOW = 10.0
 
@@ -130,3 +130,34 @@ def test_sessions_stay_together_on_each_leg():
     pods = Pods(*names, remote_prefill="always", prefill_policy="session_affinity", decode_policy="session_affinity")
     assert len({pods.route(session="a") for _ in range(5)}) == 1
     assert len({pods.route(session=str(number))[0] for number in range(50)}) > 5
+
+
+def test_requests_with_an_adapter_go_to_pods_that_have_it_and_of_these_to_one_with_a_place_for_it():
+    table = table_of(a={}, b={}, c={})
+    adapter, others = b"a" * 32, frozenset({b"b" * 32, b"c" * 32})
+    rows = {row.facts.address: row for row in table._rows}
+    rows["b"].hold(HeldAdapters(others | {adapter}, others, 2))
+    rows["c"].hold(HeldAdapters(others | {adapter}, others, 2))
+    assert [facts.address for facts in table.columns().for_adapter(adapter).facts] == ["b", "c"]
+    rows["c"].hold(HeldAdapters(others | {adapter}, frozenset({adapter, b"b" * 32}), 2))
+    assert [facts.address for facts in table.columns().for_adapter(adapter).facts] == ["c"]
+    rows["b"].hold(HeldAdapters(others | {adapter}, frozenset({b"b" * 32}), 2))
+    assert [facts.address for facts in table.columns().for_adapter(adapter).facts] == ["b", "c"]
+    assert len(table.columns().for_adapter(b"")) == 3
+    table.remove(rows["a"])  # the last one takes its place
+    assert [facts.address for facts in table.columns().for_adapter(adapter).facts] == ["c", "b"]
+    assert not len(table.columns().for_adapter(b"d" * 32))
+
+
+def test_both_legs_of_a_request_with_an_adapter_are_planned_where_it_is():
+    pods = Pods({"p": {}, "q": {}}, {"d": {}, "e": {}}, remote_prefill="prefer")
+    adapter = b"a" * 32
+    has_it = HeldAdapters(frozenset({adapter}))
+    (p, _), (_, e) = pods.planner._prefill_table._rows, pods.planner._decode_table._rows
+    assert pods.route(adapter=adapter) is None
+    e.hold(has_it)
+    assert pods.route(adapter=adapter) == ("e", None, "no_prefill_pod")
+    p.hold(has_it)
+    assert [pods.route(adapter=adapter) for _ in range(2)] == [("e", "p", "planned")] * 2
+    query = Query(160, prompt_blocks(160), 16, 100.0, 1e-5, adapter=adapter)
+    assert pods.planner.plan_handoff(query, NOW, "e", ["p"]) is None
