@@ -70,7 +70,7 @@ def _digest_weights(path: Path) -> bytes:
 
 
 def _middles(header: bytes, start: int) -> list[int]:
-    """Where the chunk from the middle of each tensor begins. None of a header that is not one: what loads the file says
+    """Returns where the chunk from the middle of each tensor begins. None of a header that is not one: what loads the file says
     what is wrong with it."""
     try:
         tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
