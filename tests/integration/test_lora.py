@@ -102,7 +102,7 @@ OTHERS = [
 TARGETS = (
     *ATTENTION,
     *("fc1", "fc2", "c_attn", "c_fc", "c_proj", "qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "out_proj"),
-    *("in_proj", "x_proj", "in_proj_qkvz", "in_proj_ba"),
+    *("kv_a_proj_with_mqa", "in_proj", "x_proj", "in_proj_qkvz", "in_proj_ba"),
 )
 
 
@@ -118,6 +118,16 @@ def test_models_that_run_their_own_code(model: str, tmp_path: Path) -> None:
         assert llm._client.stats().prefix_cache_hits
     for completion, adapter, prompt in zip([*found, *again], chosen * 2, prompts * 2, strict=True):
         assert completion.token_ids == expected(directory, adapter, prompt), adapter
+
+
+def test_what_latent_attention_has_absorbed_is_refused(tmp_path: Path) -> None:
+    model = tiny_model_dir("deepseek_v3")
+    adapter = write_adapter(tmp_path / "a", model, targets=("kv_b_proj",))
+    with LLM(model, block_size=4, num_blocks=64) as llm:
+        assert llm.spec.layout.groups[0].value_head_dim == 0  # latents are kept
+        with pytest.raises(InvalidRequestError, match=r"no layer '.*kv_b_proj'") as raised:
+            llm.generate([prompt_of(5)], lora_request=named(adapter))
+        assert raised.value.param == "lora_path"
 
 
 @pytest.mark.parametrize("settings", [{}, pytest.param({"cpu_kernels": "reference"}, marks=pytest.mark.matrix)])

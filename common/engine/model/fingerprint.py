@@ -70,8 +70,8 @@ def _digest_weights(path: Path) -> bytes:
 
 
 def _middles(header: bytes, start: int) -> list[int]:
-    """Returns where the chunk from the middle of each tensor begins. None of a header that is not one: what loads the file says
-    what is wrong with it."""
+    """Returns where the chunk from the middle of each tensor begins. None of a header that is not one: what loads the
+    file says what is wrong with it."""
     try:
         tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
         places = [(int(begin), int(end)) for begin, end in (each["data_offsets"] for each in tensors)]
