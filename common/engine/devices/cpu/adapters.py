@@ -18,7 +18,7 @@ from common.engine.devices.cpu.kernels.lora import (
     lora_up_kernel,
     width_of,
 )
-from common.engine.devices.torch.adapters import TorchLayerAdapters
+from common.engine.devices.torch.adapters import TorchLayerAdapters, aligned
 
 _MAX_PARTS = 3  # of a layer, whose ranks are side by side
 
@@ -32,12 +32,10 @@ class CpuLayerAdapters(TorchLayerAdapters):
         super().__init__(batch, in_features, sizes)
         self._sizes = tuple(sizes)
         self._dtype = dtype
-        self._in_features = in_features
-        self._stride = _MAX_PARTS * _padded(max_rank)
+        self._stride = _MAX_PARTS * aligned(max_rank)
         self._table = torch.zeros((batch.num_slots, TABLE_WIDTH), dtype=torch.int64)
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # matrices by slot
         self._max_blocks = self._stride // BLOCK
-        self._num_weights = in_features * _padded(max_rank)
+        self._num_weights = in_features * aligned(max_rank)
         self._has_kernels = can_add(in_features, sizes) and len(sizes) <= _MAX_PARTS
         self._calls: tuple[Call, Call] | None = None  # once there is an adapter
 
@@ -54,24 +52,14 @@ class CpuLayerAdapters(TorchLayerAdapters):
     def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         """See LayerAdapters."""
         super().put(slot, pairs)
-        rank = max((len(pair.a) for pair in pairs if pair is not None), default=0)
-        if self._calls is None or not rank:
-            return
-        given = next(pair for pair in pairs if pair is not None)
-        a = given.a.new_zeros((_padded(rank * len(pairs)), given.a.shape[1]))
-        b = given.b.new_zeros((rank, sum(self._sizes)))
-        for number, (pair, outputs) in enumerate(zip(pairs, self.outputs, strict=True)):
-            if pair is not None:
-                a[number * rank : number * rank + len(pair.a)] = pair.a
-                b[: len(pair.a), outputs] = pair.b.T
-        self._kept[slot] = a, b
-        self._table[slot] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a), rank])
+        if (adapter := self.adapters.get(slot)) is not None:
+            addresses = adapter.a.data_ptr(), adapter.b.data_ptr()
+            self._table[slot] = torch.tensor([*addresses, len(adapter.a), adapter.rank])
 
     def remove(self, slot: int) -> None:
         """See LayerAdapters."""
         super().remove(slot)
         self._table[slot] = 0
-        self._kept.pop(slot, None)
 
     def down(self, inputs: torch.Tensor) -> Low:
         """See LayerAdapters."""
@@ -104,7 +92,3 @@ class CpuLayerAdapters(TorchLayerAdapters):
         assert self.batch.rows is not None
         call.point("routes", self.batch.rows.routes)
         call.point("low", self.batch.scratch)
-
-
-def _padded(rank: int) -> int:
-    return -(-rank // BLOCK) * BLOCK

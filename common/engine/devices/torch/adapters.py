@@ -10,18 +10,20 @@ import torch
 
 from common.engine.devices.adapters import AdapterBatch, LoraPair, Low
 
-
-class _Part(NamedTuple):
-    """The second product for some of the outputs."""
-
-    outputs: slice
-    ranks: slice  # of the first product's results
-    b: torch.Tensor  # transposed, [rank, outputs]
+_ALIGNMENT = 16  # ranks, which kernels take at once
 
 
-class _Adapter(NamedTuple):
-    a: torch.Tensor  # transposed, [in_features, sum of ranks]
-    parts: list[_Part]
+class LayerMatrices(NamedTuple):
+    """An adapter's matrices for a layer of several parts, with zeros in the place of those that it has not."""
+
+    a: torch.Tensor  # [ranks of all parts, one after the other, and as many zeros as align them; in_features]
+    b: torch.Tensor  # [rank of a part, out_features]
+    parts: list[int]  # that it changes
+
+    @property
+    def rank(self) -> int:
+        """Rows of a part in `a`."""
+        return len(self.b)
 
 
 class TorchLayerAdapters:
@@ -30,35 +32,37 @@ class TorchLayerAdapters:
     def __init__(self, batch: AdapterBatch, in_features: int, sizes: Sequence[int]) -> None:
         """`sizes`: outputs of each of the layers."""
         self.batch = batch
+        self._in_features = in_features
         ends = list(accumulate(sizes))
-        self.outputs = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        self._adapters: dict[int, _Adapter] = {}
+        self._outputs = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        self.adapters: dict[int, LayerMatrices] = {}  # by slot
 
     def prepare(self) -> None:
         """See LayerAdapters."""
 
     def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         """See LayerAdapters."""
-        parts: list[_Part] = []
-        end = 0
-        for pair, outputs in zip(pairs, self.outputs, strict=True):
-            if pair is not None:
-                start, end = end, end + len(pair.a)
-                parts.append(_Part(outputs, slice(start, end), pair.b.T))
-        if parts:
-            a = torch.cat([pair.a for pair in pairs if pair is not None]) if len(parts) > 1 else _only(pairs).a
-            self._adapters[slot] = _Adapter(a.T, parts)
+        given = {part: pair for part, pair in enumerate(pairs) if pair is not None}
+        if not given:
+            return
+        like, rank = next(iter(given.values())).a, max(len(pair.a) for pair in given.values())
+        a = like.new_zeros((aligned(rank * len(pairs)), self._in_features))
+        b = like.new_zeros((rank, self._outputs[-1].stop))
+        for part, pair in given.items():
+            a[part * rank : part * rank + len(pair.a)] = pair.a
+            b[: len(pair.a), self._outputs[part]] = pair.b.T
+        self.adapters[slot] = LayerMatrices(a, b, list(given))
 
     def remove(self, slot: int) -> None:
         """See LayerAdapters."""
-        self._adapters.pop(slot, None)
+        self.adapters.pop(slot, None)
 
     def down(self, inputs: torch.Tensor) -> Low:
         """See LayerAdapters."""
         rows = self.batch.rows
         assert rows is not None
-        runs = [run for run in rows.runs if run.slot in self._adapters]
-        return [(run, inputs[rows.of(run)] @ self._adapters[run.slot].a) for run in runs]
+        runs = [run for run in rows.runs if run.slot in self.adapters]
+        return [(run, inputs[rows.of(run)] @ self.adapters[run.slot].a.T) for run in runs]
 
     def up(self, low: Low, out: torch.Tensor) -> None:
         """See LayerAdapters."""
@@ -66,13 +70,16 @@ class TorchLayerAdapters:
         assert rows is not None
         assert low is not None
         for run, products in low:
-            own = rows.of(run)
-            for outputs, ranks, b in self._adapters[run.slot].parts:
+            adapter, own = self.adapters[run.slot], rows.of(run)
+            for part in adapter.parts:
+                outputs = self._outputs[part]
+                of_part = products[:, part * adapter.rank : (part + 1) * adapter.rank]
                 if isinstance(own, slice):
-                    out[own, outputs].addmm_(products[:, ranks], b)
+                    out[own, outputs].addmm_(of_part, adapter.b[:, outputs])
                 else:
-                    out[:, outputs].index_add_(0, own, products[:, ranks] @ b)
+                    out[:, outputs].index_add_(0, own, of_part @ adapter.b[:, outputs])
 
 
-def _only(pairs: Sequence[LoraPair | None]) -> LoraPair:
-    return next(pair for pair in pairs if pair is not None)
+def aligned(rank: int) -> int:
+    """The next multiple of the ranks that kernels take at once."""
+    return -(-rank // _ALIGNMENT) * _ALIGNMENT

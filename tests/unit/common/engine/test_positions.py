@@ -106,7 +106,9 @@ def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         positions = PromptPositions.of(values or [range(len(PROMPT))] * 3)
         return expected_tokens(PROMPT, 9, positions=positions)
 
-    monkeypatch.setattr(worker, "load_model", lambda *args: with_three_dimensions(load_model(*args)))
+    monkeypatch.setattr(
+        worker, "load_model", lambda *args, **settings: with_three_dimensions(load_model(*args, **settings))
+    )
     yield start, expected_of_fake if request.param == "fake" else reference
     for client in clients:
         client.close()
