@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from common.engine.config import Kernels
 from common.engine.devices.attention import AttentionBackend, AttentionMetadata, ProjectedArgs, Rotary
-from common.engine.devices.operators import AddNorm, Embed, PerToken
+from common.engine.devices.operators import Adapt, AddNorm, Embed, PerToken
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.devices.torch.attention import TorchAttention
 from common.engine.devices.torch.device import TorchDevice
@@ -51,8 +51,9 @@ class ExampleOperators:
 
     copy = staticmethod(lambda hidden, out: out.copy_(hidden))
 
-    def gated_linear(self, gate_up: AnyLinear) -> PerToken:
-        return lambda inputs: functional.silu((parts := gate_up(inputs).chunk(2, -1))[0]) * parts[1]
+    def gated_linear(self, gate_up: AnyLinear, adapted: Adapt | None = None) -> PerToken:
+        linear = gate_up if adapted is None else adapted(gate_up)
+        return lambda inputs: functional.silu((parts := linear(inputs).chunk(2, -1))[0]) * parts[1]
 
 
 class ExampleAttention(TorchAttention):

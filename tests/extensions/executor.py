@@ -27,12 +27,11 @@ class ThreadExecutor:
     runs_ahead = False
     rank_figures = ()
     max_concurrent_batches = 1
+    adapters = None
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config)
         self._thread = ThreadPoolExecutor(1)
-
-    adapters = None
 
     @property
     def num_failed_recordings(self) -> int:

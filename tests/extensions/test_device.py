@@ -12,7 +12,7 @@ from common.types import SamplingParams
 from tests.extensions import device
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
-MAX_LINES = 80
+MAX_LINES = 90
 PLACE = "tests.extensions.device:ExampleDevice"
 PROMPTS = [prompt_of(9), prompt_of(30)]
 

@@ -15,7 +15,7 @@ from common.types import RequestId, SamplingParams
 from tests.extensions import executor
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
-MAX_LINES = 80
+MAX_LINES = 90
 PLACE = "tests.extensions.executor:ThreadExecutor"
 PROMPTS = [prompt_of(9), prompt_of(30)]
 

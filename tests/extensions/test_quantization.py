@@ -16,7 +16,7 @@ from tests.extensions import quantization
 from tests.extensions.quantization import Int4Linear
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
-MAX_LINES = 80
+MAX_LINES = 90
 PLACE = "tests.extensions.quantization:Int4Linear"
 PROMPTS = [prompt_of(9), prompt_of(30)]
 
