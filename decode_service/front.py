@@ -11,6 +11,7 @@ import grpc
 
 from common.errors import UnavailableError
 from common.pb import pods_pb2, pods_pb2_grpc
+from common.pod import pooling
 from common.pod.context import PodContext
 from common.pod.tasks import TaskSet
 from common.rpc.channel import ChannelPool
@@ -31,7 +32,7 @@ FLUSH_TIMEOUT_S = 2.0  # for routers to take the last deltas
 class DecodeFront(pods_pb2_grpc.DecodeServicer):
     """See common.pod.runtime.Front."""
 
-    service_names = ("baton.v1.Decode",)
+    service_names = ("baton.v1.Decode", pooling.SERVICE)
 
     def __init__(
         self,
@@ -50,12 +51,14 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
             quarantine=Quarantine(max(1, int(max_quarantined_share * pod.spec.num_blocks))),
             timeouts=timeouts or HandoffTimeouts(queue_s=config.handoff_queue_timeout_s),
         )
+        self._pooling = pooling.PoolingServicer(pod)
         self._sessions: set[RouterSession] = set()
         self._closed = False
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the servicer."""
+        """Registers the servicers."""
         pods_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        self._pooling.add_to(server)
 
     async def Session(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)
         self,
@@ -80,7 +83,7 @@ class DecodeFront(pods_pb2_grpc.DecodeServicer):
 
     def violations(self) -> list[str]:
         """Broken invariants, one line each."""
-        num_requests = sum(len(session) for session in self._sessions)
+        num_requests = sum(len(session) for session in self._sessions) + self._pooling.num_open
         num_open = self._services.pod.admission.num_open
         return [] if num_requests == num_open else [f"{num_open} requests are open, sessions have {num_requests}"]
 

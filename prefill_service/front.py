@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from common.pb.pods_pb2_grpc import add_HandoffServicer_to_server, add_PrefillServicer_to_server
+from common.pod import pooling
 from common.pod.context import PodContext
 from common.rpc.options import KEEPALIVE_INTERVAL_MS, KEEPALIVE_TIMEOUT_MS
 from prefill_service.config import PrefillConfig
@@ -21,7 +22,7 @@ _STEP_S = 15.0  # for the step that is running then; longer than any
 class PrefillFront:
     """See common.pod.runtime.Front."""
 
-    service_names = ("baton.v1.Prefill", "baton.v1.Handoff")
+    service_names = ("baton.v1.Prefill", "baton.v1.Handoff", pooling.SERVICE)
 
     def __init__(self, pod: PodContext, config: PrefillConfig, *, max_transfers: int = _MAX_TRANSFERS) -> None:
         self.transfers = TransferRegistry(
@@ -31,6 +32,7 @@ class PrefillFront:
             is_direct=pod.spec.is_direct,
         )
         self._prefill = PrefillServicer(pod, self.transfers)
+        self._pooling = pooling.PoolingServicer(pod)
         quarantine_s = config.handoff_quarantine_s or pod.spec.max_write_s + _NOTICING_S + _STEP_S
         self._handoff = HandoffServicer(pod, self.transfers, quarantine_s=quarantine_s)
 
@@ -38,6 +40,7 @@ class PrefillFront:
         """Registers the servicers."""
         add_PrefillServicer_to_server(self._prefill, server)
         add_HandoffServicer_to_server(self._handoff, server)
+        self._pooling.add_to(server)
 
     @property
     def num_handoffs(self) -> int:

@@ -148,6 +148,7 @@ class EngineCore:
                 max_concurrent_batches=executor.max_concurrent_batches,
                 most_asked=_most_asked(config),
                 adapters=places,
+                pooling=facts.pooling,
             )
             self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
         except BaseException:
@@ -482,6 +483,7 @@ def _resolve_spec(config: EngineConfig, facts: ModelFacts) -> EngineSpec:
         draft_bytes_per_block=facts.draft_bytes_per_block,
         eos_token_ids=tuple(sorted(facts.eos_token_ids)),
         logits_processors=tuple(config.model.logits_processors),
+        pooling=facts.pooling,
     )
 
 

@@ -22,6 +22,8 @@ from common.types import (
     ExtraKey,
     FinishReason,
     Logprobs,
+    PoolingFacts,
+    PoolingParams,
     PromptPositions,
     RequestId,
     SampledToken,
@@ -39,7 +41,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Starts one generation.
+    """Starts one generation, or with `pooling` one that ends with its prompt's numbers instead of tokens.
 
     A producer stops after its first token and saves its prompt's KV through the connector. A consumer reserves
     blocks for the prompt, waits in WAITING_FOR_REMOTE_KV and is fed by TransferUpdate. The id of a request with a
@@ -58,6 +60,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     target_itl_s: float = 0.0  # seconds between tokens that prompts beside it should not exceed; 0: the engine's
     tenant: str = ""  # whose it is; tenants share in turn what compiles grammars
     transfer: KVTransferParams | None = None
+    pooling: PoolingParams | None = None
     data_parallel_rank: int | None = 0  # number of the pod's engine that has it; None: not chosen yet
 
 
@@ -201,6 +204,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     events: list[RequestEvent] = []
     prompt_start: int = 0  # index in the prompt of the first token in prompt_logprobs
     prompt_logprobs: list[Logprobs] = []  # if asked for, of prompt tokens but the first; before the first token
+    pooled: bytes = b""  # of a request that pools, with its finish reason: rows of float32, little-endian
     num_verified_drafts: int = 0  # on the way to these tokens
     num_accepted_drafts: int = 0
 
@@ -364,6 +368,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     position_dims: int = 1  # dimensions of a token's position
     eos_token_ids: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()  # that are loaded
+    pooling: PoolingFacts = PoolingFacts()
 
     @property
     def data_parallel_size(self) -> int:

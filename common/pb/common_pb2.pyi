@@ -171,6 +171,38 @@ ERROR_CODE_CONFLICT: ErrorCode.ValueType  # 15
 """It contradicts what there is, such as a name that is taken."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
+class _PoolingTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_TASK_UNSPECIFIED: _PoolingTask.ValueType  # 0
+    """Invalid."""
+    POOLING_TASK_EMBED: _PoolingTask.ValueType  # 1
+    """An embedding, pooled as the model's files say."""
+    POOLING_TASK_CLASSIFY: _PoolingTask.ValueType  # 2
+    """The outputs of a classification head, one for each label."""
+    POOLING_TASK_TOKEN_EMBED: _PoolingTask.ValueType  # 3
+    """The hidden state of each token."""
+    POOLING_TASK_TOKEN_CLASSIFY: _PoolingTask.ValueType  # 4
+    """The outputs of a classification head for each token."""
+
+class PoolingTask(_PoolingTask, metaclass=_PoolingTaskEnumTypeWrapper):
+    """What numbers are computed of a prompt."""
+
+POOLING_TASK_UNSPECIFIED: PoolingTask.ValueType  # 0
+"""Invalid."""
+POOLING_TASK_EMBED: PoolingTask.ValueType  # 1
+"""An embedding, pooled as the model's files say."""
+POOLING_TASK_CLASSIFY: PoolingTask.ValueType  # 2
+"""The outputs of a classification head, one for each label."""
+POOLING_TASK_TOKEN_EMBED: PoolingTask.ValueType  # 3
+"""The hidden state of each token."""
+POOLING_TASK_TOKEN_CLASSIFY: PoolingTask.ValueType  # 4
+"""The outputs of a classification head for each token."""
+Global___PoolingTask: _TypeAlias = PoolingTask  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How the next token is chosen and when generation ends. An absent field has its default, but seed 0: the router draws
@@ -566,6 +598,7 @@ class EngineRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per router; chosen by the router."""
     cache_salt: _builtins.str
@@ -600,6 +633,10 @@ class EngineRequest(_message.Message):
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Positions]:
         """In each dimension that the model's positions have; none: the tokens' places."""
 
+    @_builtins.property
+    def pooling(self) -> Global___PoolingParams:
+        """Set: the prompt's numbers are wanted instead of an answer; for Pooling.Pool only."""
+
     def __init__(
         self,
         *,
@@ -615,16 +652,47 @@ class EngineRequest(_message.Message):
         positions: _abc.Iterable[Global___Positions] | None = ...,
         adapter: _builtins.bytes = ...,
         data_parallel_rank: _builtins.int | None = ...,
+        pooling: Global___PoolingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "adapter", b"adapter", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "positions", b"positions", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "adapter", b"adapter", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "extra_keys", b"extra_keys", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "positions", b"positions", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target_itl_ms", b"target_itl_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
 
 Global___EngineRequest: _TypeAlias = EngineRequest  # noqa: Y015
+
+@_typing.final
+class PoolingParams(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    USE_ACTIVATION_FIELD_NUMBER: _builtins.int
+    task: Global___PoolingTask.ValueType
+    """What is wanted."""
+    dimensions: _builtins.int
+    """Of an embedding: so many of its leading numbers; 0: all."""
+    use_activation: _builtins.bool
+    """False: neither normalised nor turned into probabilities. Default true."""
+    def __init__(
+        self,
+        *,
+        task: Global___PoolingTask.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        use_activation: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "dimensions", b"dimensions", "task", b"task", "use_activation", b"use_activation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__use_activation: _TypeAlias = _typing.Literal["use_activation"]  # noqa: Y015
+    _WhichOneofArgType__use_activation: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
+
+Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015
 
 @_typing.final
 class Positions(_message.Message):

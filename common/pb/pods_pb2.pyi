@@ -163,6 +163,62 @@ class PrefillTiming(_message.Message):
 Global___PrefillTiming: _TypeAlias = PrefillTiming  # noqa: Y015
 
 @_typing.final
+class PoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> _common_pb2.EngineRequest:
+        """With `pooling`."""
+
+    def __init__(
+        self,
+        *,
+        request: _common_pb2.EngineRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolRequest: _TypeAlias = PoolRequest  # noqa: Y015
+
+@_typing.final
+class PoolResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    ROW_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """Rows of float32, little-endian: one, or one for each token of the prompt."""
+    row_size: _builtins.int
+    """Numbers of a row."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens found in this pod's prefix cache."""
+    @_builtins.property
+    def timing(self) -> Global___PrefillTiming:
+        """Where the time went."""
+
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+        row_size: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        timing: Global___PrefillTiming | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "row_size", b"row_size", "timing", b"timing", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolResponse: _TypeAlias = PoolResponse  # noqa: Y015
+
+@_typing.final
 class DecodeCommand(_message.Message):
     """Router -> decode pod."""
 
@@ -935,6 +991,7 @@ class PodInfo(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     PROPOSER_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     PARALLEL_SIZES_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     """Stable name of the pod."""
@@ -976,6 +1033,10 @@ class PodInfo(_message.Message):
         """The model's end-of-sequence tokens."""
 
     @_builtins.property
+    def pooling(self) -> Global___PoolingInfo:
+        """What can be asked of its model; absent: answers only."""
+
+    @_builtins.property
     def parallel_sizes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Above 1, by setting: tensor_parallel_size; data_parallel_size: engines, each with a prefix cache of its own. What is said of blocks, sequences and steps holds of each."""
 
@@ -1001,15 +1062,50 @@ class PodInfo(_message.Message):
         kv_dtype: _builtins.str = ...,
         max_adapters: _builtins.int = ...,
         proposer: _builtins.str = ...,
+        pooling: Global___PoolingInfo | None = ...,
         parallel_sizes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "proposer", b"proposer", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "connector", b"connector", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "min_prefill_tokens", b"min_prefill_tokens", "model_name", b"model_name", "num_blocks", b"num_blocks", "parallel_sizes", b"parallel_sizes", "pod_id", b"pod_id", "pooling", b"pooling", "proposer", b"proposer", "role", b"role", "target_itl_ms", b"target_itl_ms", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PodInfo: _TypeAlias = PodInfo  # noqa: Y015
+
+@_typing.final
+class PoolingInfo(_message.Message):
+    """What a model can do, and the numbers that come of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    embedding_size: _builtins.int
+    """Numbers of an embedding; 0: it embeds nothing."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """generate, embed, classify, token_embed, token_classify."""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of its classification head, in the order of the outputs."""
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
+        embedding_size: _builtins.int = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_size", b"embedding_size", "labels", b"labels", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolingInfo: _TypeAlias = PoolingInfo  # noqa: Y015
 
 @_typing.final
 class WatchStatsRequest(_message.Message):

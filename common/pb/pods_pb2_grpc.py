@@ -102,6 +102,83 @@ class Prefill:
             _registered_method=True)
 
 
+class PoolingStub:
+    """Served by every pod, called by the router.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Pool = channel.unary_unary(
+                '/baton.v1.Pooling/Pool',
+                request_serializer=baton_dot_v1_dot_pods__pb2.PoolRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_pods__pb2.PoolResponse.FromString,
+                _registered_method=True)
+
+
+class PoolingServicer:
+    """Served by every pod, called by the router.
+    """
+
+    def Pool(self, request, context):
+        """Computes the numbers of a prompt, such as its embedding. Repeating it is harmless; cancelling the call ends the work.
+        Errors are gRPC statuses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PoolingServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Pool': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pool,
+                    request_deserializer=baton_dot_v1_dot_pods__pb2.PoolRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_pods__pb2.PoolResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.Pooling', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.Pooling', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Pooling:
+    """Served by every pod, called by the router.
+    """
+
+    @staticmethod
+    def Pool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Pooling/Pool',
+            baton_dot_v1_dot_pods__pb2.PoolRequest.SerializeToString,
+            baton_dot_v1_dot_pods__pb2.PoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class DecodeStub:
     """Served by decode pods, called by the router.
     """

@@ -63,6 +63,43 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class PoolingStub:
+    """Served by every pod, called by the router."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PoolingAsyncStub: ...
+    Pool: _grpc.UnaryUnaryMultiCallable[_pods_pb2.PoolRequest, _pods_pb2.PoolResponse]
+    """Computes the numbers of a prompt, such as its embedding. Repeating it is harmless; cancelling the call ends the work.
+    Errors are gRPC statuses.
+    """
+
+@_typing.type_check_only
+class PoolingAsyncStub(PoolingStub):
+    """Served by every pod, called by the router."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Pool: _aio.UnaryUnaryMultiCallable[_pods_pb2.PoolRequest, _pods_pb2.PoolResponse]  # type: ignore[assignment]
+    """Computes the numbers of a prompt, such as its embedding. Repeating it is harmless; cancelling the call ends the work.
+    Errors are gRPC statuses.
+    """
+
+class PoolingServicer(metaclass=_abc_1.ABCMeta):
+    """Served by every pod, called by the router."""
+
+    @_abc_1.abstractmethod
+    def Pool(
+        self,
+        request: _pods_pb2.PoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pods_pb2.PoolResponse, _abc.Awaitable[_pods_pb2.PoolResponse]]:
+        """Computes the numbers of a prompt, such as its embedding. Repeating it is harmless; cancelling the call ends the work.
+        Errors are gRPC statuses.
+        """
+
+def add_PoolingServicer_to_server(servicer: PoolingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class DecodeStub:
     """Served by decode pods, called by the router."""
 

@@ -71,6 +71,11 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             parallel_sizes=pod.config.parallel.sizes,
             proposer=method.name if method is not None else "",
             max_adapters=pod.config.adapters.max_loras,
+            pooling=pods_pb2.PoolingInfo(
+                tasks=spec.pooling.tasks,
+                embedding_size=spec.pooling.embedding_size,
+                labels=spec.pooling.labels,
+            ),
         )
 
     async def WatchStats(  # type: ignore[override]  # noqa: N802  (grpc.aio also takes a coroutine that writes)

@@ -21,8 +21,15 @@ from common.engine.messages import (
 )
 from common.errors import BatonError, ErrorCode, InvalidRequestError, PromptTooLongError, make_error
 from common.pb import common_pb2, pods_pb2
-from common.rpc.convert import logprobs_from_pb, sampling_from_pb
-from common.types import ADAPTER_DIGEST_BYTES, ExtraKey, PromptPositions, RequestId, SampledToken
+from common.rpc.convert import logprobs_from_pb, pooling_from_pb, sampling_from_pb
+from common.types import (
+    ADAPTER_DIGEST_BYTES,
+    NO_SAMPLING,
+    ExtraKey,
+    PromptPositions,
+    RequestId,
+    SampledToken,
+)
 from common.types.validation import validate_extra_keys, validate_positions, validate_prompt, validate_sampling
 
 
@@ -35,7 +42,9 @@ def add_request_from_pb(
     """
     if not message.request_id:
         raise InvalidRequestError("request_id is empty", param="request_id")
-    sampling = sampling_from_pb(message.sampling)
+    pooling = pooling_from_pb(message.pooling) if message.HasField("pooling") else None
+    spec.pooling.check(pooling)
+    sampling = sampling_from_pb(message.sampling) if pooling is None else NO_SAMPLING
     validate_sampling(sampling, vocab_size=spec.vocab_size)
     if sampling.vllm_xargs and not spec.logits_processors:
         raise InvalidRequestError("vllm_xargs: the pods have no logits processors", param="vllm_xargs")
@@ -44,9 +53,11 @@ def add_request_from_pb(
         prompt,
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_model_len,
-        max_tokens=sampling.max_tokens,
+        max_tokens=0 if pooling is not None else sampling.max_tokens,
         param="prompt_token_ids",
     )
+    if pooling is not None:
+        spec.pooling.check_length(pooling, len(prompt))
     extra_keys = [ExtraKey(key.start, key.end, key.digest) for key in message.extra_keys]
     validate_extra_keys(extra_keys, len(prompt))
     positions = [each.values for each in message.positions]
@@ -54,7 +65,7 @@ def add_request_from_pb(
         validate_positions(positions, len(prompt), spec.position_dims)
     if message.adapter and len(message.adapter) != ADAPTER_DIGEST_BYTES:
         raise InvalidRequestError(f"adapter is not a digest of {ADAPTER_DIGEST_BYTES} bytes", param="adapter")
-    outputs = list(message.output_token_ids)
+    outputs = list(message.output_token_ids) if pooling is None else []
     if outputs and max(outputs) >= spec.vocab_size:
         raise InvalidRequestError("output_token_ids has a token id outside the vocabulary", param="output_token_ids")
     if len(outputs) >= sampling.max_tokens:
@@ -74,6 +85,7 @@ def add_request_from_pb(
         target_itl_s=_target_itl_s(message.target_itl_ms),
         tenant=message.tenant,
         transfer=transfer,
+        pooling=pooling,
         data_parallel_rank=_data_parallel_rank(message, spec),
     )
 

@@ -10,8 +10,17 @@ import msgspec
 
 from common.errors import InvalidRequestError, quoted
 from common.pb import common_pb2, inference_pb2, pods_pb2
-from common.types import AdapterName, Constraint, ConstraintKind, FinishReason, Logprobs, SamplingParams
+from common.types import (
+    AdapterName,
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    Logprobs,
+    PoolingParams,
+    SamplingParams,
+)
 from common.types.parameters import ARGUMENTS, BIASES, TOKEN_SEQUENCES, parameters_of
+from common.types.pooling import PoolingTask
 
 _argument_decoder = msgspec.json.Decoder(str | int | float | bool)
 _SCALARS = (int, float, bool)
@@ -48,6 +57,31 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
     """The parameters of a message, ranges unchecked (see `common.types.validation`). What is absent has its default.
     Raises InvalidRequestError for a kind of constraint that this version does not know."""
     return SamplingParams(**parameters_from_pb(message))
+
+
+_POOLING_TASKS: Mapping[PoolingTask, common_pb2.PoolingTask.ValueType] = {
+    "embed": common_pb2.POOLING_TASK_EMBED,
+    "classify": common_pb2.POOLING_TASK_CLASSIFY,
+    "token_embed": common_pb2.POOLING_TASK_TOKEN_EMBED,
+    "token_classify": common_pb2.POOLING_TASK_TOKEN_CLASSIFY,
+}
+_TASKS_BY_NUMBER = {number: task for task, number in _POOLING_TASKS.items()}
+
+
+def pooling_to_pb(pooling: PoolingParams) -> common_pb2.PoolingParams:
+    """The numbers that are wanted of a prompt, as a message."""
+    return common_pb2.PoolingParams(
+        task=_POOLING_TASKS[pooling.task], dimensions=pooling.dimensions, use_activation=pooling.use_activation
+    )
+
+
+def pooling_from_pb(message: common_pb2.PoolingParams) -> PoolingParams:
+    """The same, of a message. Raises InvalidRequestError for a task that this version does not know."""
+    task = _TASKS_BY_NUMBER.get(message.task)
+    if task is None:
+        raise InvalidRequestError(f"pooling has an unknown task: {message.task}", param="pooling")
+    use_activation = message.use_activation or not message.HasField("use_activation")
+    return PoolingParams(task=task, dimensions=message.dimensions, use_activation=use_activation)
 
 
 def parameters_from_pb(message: common_pb2.SamplingParams | inference_pb2.GenerateOptions) -> dict[str, Any]:

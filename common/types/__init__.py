@@ -23,12 +23,14 @@ from common.types.generation import (
     SamplingParams,
     TransferId,
 )
+from common.types.pooling import NO_SAMPLING, PoolingFacts, PoolingParams
 from common.types.positions import PromptPositions
 
 __all__ = [
     "ADAPTER_DIGEST_BYTES",
     "HASH_BYTES",
     "MAX_KV_GROUPS",
+    "NO_SAMPLING",
     "AdapterName",
     "BlockHash",
     "Constraint",
@@ -36,6 +38,8 @@ __all__ = [
     "ExtraKey",
     "FinishReason",
     "Logprobs",
+    "PoolingFacts",
+    "PoolingParams",
     "PromptPositions",
     "RequestId",
     "SampledToken",

@@ -185,11 +185,15 @@ def validate_prompt(
     """Checks a tokenised prompt against the model.
 
     Raises InvalidRequestError if it is empty or has a token id outside [0, vocab_size), and PromptTooLongError if it
-    and `max_tokens` answer tokens exceed `max_model_len`. `param` names the field.
+    and `max_tokens` answer tokens, 0 for a prompt that is pooled, exceed `max_model_len`. `param` names the field.
     """
     if not token_ids:
         raise InvalidRequestError(f"{param} is empty", param=param)
-    if len(token_ids) >= max_model_len:
+    if not max_tokens and len(token_ids) > max_model_len:
+        raise PromptTooLongError(
+            f"{param} has {len(token_ids)} tokens, more than the model's context of {max_model_len} tokens", param=param
+        )
+    if max_tokens and len(token_ids) >= max_model_len:
         raise PromptTooLongError(
             f"{param} has {len(token_ids)} tokens, which leaves no room for an answer in the model's context of "
             f"{max_model_len} tokens",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.engine.config import Kernels
 from common.engine.contract.layout import KVLayout
+from common.types import PoolingFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class ModelFacts:
     kernels: Kernels = "torch"
     kernels_failed: bool = False  # compiled ones computed something else
     num_threads: int = 0  # CPU threads of a step; 0: it runs elsewhere
+    pooling: PoolingFacts = field(default_factory=PoolingFacts)
 
     @property
     def bytes_of_block(self) -> int:

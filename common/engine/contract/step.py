@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from common.types import ExtraKey, Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
+from common.types import ExtraKey, Logprobs, PoolingParams, PromptPositions, RequestId, SampledToken, SamplingParams
 
 Fence = int
 """The number of a step that its workers' devices may not have finished: they count those that compute something from 1
@@ -43,6 +43,7 @@ class NewRequest:
     num_computed_tokens: int
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
     is_producer: bool = False  # what is known after its prompt is handed over
+    pooling: PoolingParams | None = None  # it samples nothing, and ends with its prompt
     positions: PromptPositions | None = None  # None: the tokens' places
     root: bytes = b""  # of its block hashes, see Request: tenants have different ones
     extra_keys: list[ExtraKey] = field(default_factory=list)  # of its block hashes
@@ -85,9 +86,9 @@ class Drafting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. A request samples a token if and only if its scheduled tokens reach its last one. One with drafts
-    computes that and the drafts, as if they were its next tokens, and samples after each: what it samples holds up to,
-    and with, the first token that is not the draft.
+    """One step. A request samples a token, or is pooled, if and only if its scheduled tokens reach its last one. One
+    with drafts computes that and the drafts, as if they were its next tokens, and samples after each: what it samples
+    holds up to, and with, the first token that is not the draft.
 
     Of a request that the runner knows only the new blocks are said: it has sampled the tokens itself, and what a step
     schedules counts as computed in the next.
@@ -139,6 +140,7 @@ class ModelRunnerOutput:
 
     outcomes: dict[RequestId, Outcome] = field(default_factory=dict)  # of requests whose last token was computed
     prompt_logprobs: dict[RequestId, PromptLogprobs] = field(default_factory=dict)
+    pooled: dict[RequestId, bytes] = field(default_factory=dict)  # see RequestOutput; of requests whose prompt is over
     fence: Fence = 0  # after which the KV of the step's tokens is written
     drafts: dict[RequestId, list[int]] = field(default_factory=dict)  # what may come after the outcomes; see Proposer
     proposer_failure: str = ""  # what went wrong with the proposer, see its guard

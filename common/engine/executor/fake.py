@@ -38,6 +38,7 @@ from common.engine.executor.fake_worker import (
     FakeWorker,
     Worker,
     adapted,
+    numbers_of,
     position_numbers,
     sum_of_ranks,
     sum_over,
@@ -63,7 +64,8 @@ from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
 from common.engine.worker.slots import SlotConnector
 from common.errors import InvalidRequestError
-from common.types import BlockHash, PromptPositions, SamplingParams
+from common.types import BlockHash, PoolingFacts, PoolingParams, PromptPositions, SamplingParams
+from common.types.pooling import GENERATE, POOLING_TASKS
 
 _NUM_DRAFTS = 3
 FAKE_FINGERPRINT = b"fake".ljust(32, b"\0")
@@ -74,6 +76,18 @@ _STATE = replace(_FULL, layers=(1,), kind="state", state_bytes=8)
 ONE_GROUP = (_FULL,)
 TWO_GROUPS = (_FULL, _WINDOW)
 WITH_STATES = (_FULL, _STATE, _STATE)
+
+
+FAKE_POOLING = PoolingFacts(
+    tasks=(GENERATE, *POOLING_TASKS), embedding_size=4, labels=("left", "right"), activation="identity"
+)
+
+
+def expected_numbers(prompt_token_ids: Sequence[int], pooling: PoolingParams) -> bytes:
+    """The numbers that a correct engine over a FakeExecutor with one KV group computes of the prompt."""
+    tokens = np.array(prompt_token_ids, dtype=np.uint64)
+    seen = np.stack([tokens, position_numbers(None, 0, len(tokens)).astype(np.uint64)])
+    return numbers_of(sum_over([seen]), FAKE_POOLING.num_numbers(pooling, len(tokens)))
 
 
 def expected_tokens(
@@ -335,6 +349,7 @@ class FakeExecutor:
         num_layers: int = 1,
         layers_by_stage: tuple[int, ...] = (),
         drafts: Accuracy | None = None,
+        pooling: PoolingFacts = FAKE_POOLING,
     ) -> None:
         num_kv_heads, block_size = num_kv_heads or num_ranks, block_size or DEFAULT_BLOCK_SIZE
         groups = tuple(
@@ -355,6 +370,7 @@ class FakeExecutor:
             device="cpu",
             dtype="float32",
             position_dims=position_dims,
+            pooling=pooling,
         )
         self._staged: StagedStore | None = None
         self._connectors: list[WorkerConnector] = [connector or MemoryConnector()]

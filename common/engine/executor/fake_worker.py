@@ -28,7 +28,7 @@ from common.engine.kv_cache import KVGroups
 from common.engine.kv_connector import BlockTransfer, Connector, OpenConnector, TransferResult, WorkerConnector
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.guard import NOTHING, GuardedProposer, Proposed
-from common.types import Logprobs, PromptPositions, RequestId, SampledToken, SamplingParams
+from common.types import Logprobs, PoolingParams, PromptPositions, RequestId, SampledToken, SamplingParams
 
 # Modulo 2**64, of the requests whose last token was computed: over what is read after it, and after each draft.
 Sums = dict[RequestId, list[int]]
@@ -104,7 +104,12 @@ class FakeWorker:
     def sample(self, sums: Sums) -> ModelRunnerOutput:
         """See Worker."""
         outcomes: dict[RequestId, Outcome] = {}
+        pooled: dict[RequestId, bytes] = {}
         for request_id, totals in sums.items():
+            if (params := self._requests[request_id].pooling) is not None:
+                num_tokens = len(self._requests[request_id].token_ids)
+                pooled[request_id] = numbers_of(totals[-1], self._facts.pooling.num_numbers(params, num_tokens))
+                continue
             request, drafts = self._requests[request_id], self._drafts.get(request_id, [])
             tokens = accepted(drafts, [self._token_of(total, request.sampling) for total in totals])
             assert isinstance(tokens, list)
@@ -112,7 +117,7 @@ class FakeWorker:
             request.token_ids[len(request.token_ids) - len(drafts) :] = [token.token_id for token in tokens]
             request.num_computed_tokens = len(request.token_ids) - 1
         proposed = self._propose(list(outcomes))
-        return ModelRunnerOutput(outcomes, drafts=proposed.drafts, proposer_failure=proposed.failure)
+        return ModelRunnerOutput(outcomes, pooled=pooled, drafts=proposed.drafts, proposer_failure=proposed.failure)
 
     def check(self, known: KnownRequests) -> list[str]:
         """See Worker."""
@@ -227,6 +232,7 @@ class _FakeRequest:
     positions: PromptPositions | None
     num_leaving_tokens: int  # 0: it is not a producer
     adapter: bytes
+    pooling: PoolingParams | None
     # Of each group of states, by the number of tokens before: the rank's shares [2, layers, heads].
     states: dict[int, dict[int, npt.NDArray[np.int64]]] = field(default_factory=dict)
 
@@ -235,7 +241,14 @@ class _FakeRequest:
         block_tables, num_leaving_tokens = [list(ids) for ids in new.block_ids], new.num_prompt_tokens * new.is_producer
         token_ids, num_computed_tokens = list(new.token_ids), new.num_computed_tokens
         return cls(
-            token_ids, new.sampling, block_tables, num_computed_tokens, new.positions, num_leaving_tokens, new.adapter
+            token_ids,
+            new.sampling,
+            block_tables,
+            num_computed_tokens,
+            new.positions,
+            num_leaving_tokens,
+            new.adapter,
+            new.pooling,
         )
 
     @property
@@ -340,6 +353,12 @@ def sum_of_ranks(sums: Sequence[Mapping[RequestId, list[int]]]) -> Sums:
         request_id: [sum(parts) & _MASK64 for parts in zip(*(each[request_id] for each in sums), strict=True)]
         for request_id in sums[0]
     }
+
+
+def numbers_of(total: int, num_numbers: int) -> bytes:
+    """The numbers of a prompt that follow from a sum over all ranks."""
+    parts = [total >> (8 * (number % 8)) & 255 for number in range(num_numbers)]
+    return np.array(parts, dtype="<f4").tobytes()
 
 
 def token_of(total: int, sampling: SamplingParams, vocab_size: int) -> int:

@@ -30,6 +30,7 @@ from common.engine.devices.attention import (
 from common.engine.devices.operators import Adapt, AddNorm, Embed, Operators, PerToken
 from common.engine.devices.ranks import Ranks
 from common.engine.devices.rms_norm import RMSNorm, rms_norm_of
+from common.engine.model.head_inputs import HeadInputs
 from common.engine.model.lora import AdaptedLayers
 from common.engine.model.parallel_layers import CollectedLinear, CutEmbedding
 from common.engine.model.probe import ProbedModel
@@ -66,7 +67,12 @@ class FusedDecoder:
             base.layers[index] = nn.Identity()  # so that weights are never there twice
         self._kept: dict[int, torch.Tensor] = {}
         norm = operators.add_norm(cast("RMSNorm", rms_norm_of(base.norm)), model.dtype)
-        self._end = partial(_logits, norm, _linear(operators, model.lm_head)) if stage.is_last else partial(_add, norm)
+        self.head_inputs = HeadInputs()
+        if stage.is_last:
+            head = None if _is_identity(model.lm_head) else _linear(operators, model.lm_head)
+            self._end = partial(_logits, norm, self.head_inputs, head)
+        else:
+            self._end = partial(_add, norm)
         model.lm_head = nn.Identity()
 
     def keep_inputs(self, places: dict[int, torch.Tensor]) -> None:
@@ -180,7 +186,7 @@ def has_known_parts(model: Any, stage: Stage) -> bool:
         return False
     return (
         (not stage.is_first or type(_local(base.embed_tokens)) is nn.Embedding)
-        and (not stage.is_last or _gives_all(model.lm_head))
+        and (not stage.is_last or _is_identity(model.lm_head) or _gives_all(model.lm_head))
         and all(_is_known_layer(base.layers[index]) for index in stage.layers)
         and all(rms_norm_of(norm) is not None for norm in _norms(base, stage))
     )
@@ -290,6 +296,11 @@ def _is_known_layer(layer: Any) -> bool:
     return type(mlp.act_fn).__name__ in _SILU and is_known
 
 
+def _is_identity(module: nn.Module) -> bool:
+    """True for what stands in the place of a head that the model has not."""
+    return type(module) is nn.Identity
+
+
 def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, QuantizedLinear)
 
@@ -331,8 +342,11 @@ def _embedding(operators: Operators, module: nn.Module) -> Embed:
     return embed
 
 
-def _logits(norm: AddNorm, head: PerToken, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    return head(norm(hidden, delta))
+def _logits(
+    norm: AddNorm, inputs: HeadInputs, head: PerToken | None, hidden: torch.Tensor, delta: torch.Tensor
+) -> torch.Tensor:
+    rows = inputs(norm(hidden, delta))
+    return rows if head is None else head(rows)
 
 
 def _add(norm: AddNorm, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +29,11 @@ from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.fused_decoder import FusedDecoder, can_fuse, fuse_decoder, has_known_parts
+from common.engine.model.head_inputs import HeadInputs, replace_head
 from common.engine.model.kv_groups import GroupLayers, all_in_one, by_window, share_blocks
 from common.engine.model.lora import AdaptedLayers, ModelAdapters
 from common.engine.model.parallel_plan import Place, heads_of, refused
+from common.engine.model.pooling import check_direction, read_checkpoint, read_head
 from common.engine.model.probe import ProbedModel, check_linears, check_recurrences, probe_model, quantize_kv
 from common.engine.model.rank_loader import load_rank, outline_of
 from common.engine.model.ranks import together
@@ -44,6 +46,7 @@ from common.engine.quantization.checkpoints.base import CheckpointFormat
 from common.engine.quantization.checkpoints.registry import find_format
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.types import PoolingFacts
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,9 @@ class LoadedModel:
     recurrences: Recurrences | None = None  # kernels by which these decode
     adapters: ModelAdapters | None = None  # None: it takes none
     position_dims: int = 1  # dimensions of a token's position; 1 in all models that are served so far
+    head_inputs: HeadInputs = field(default_factory=HeadInputs)  # of this model
+    pooling: PoolingFacts = field(default_factory=PoolingFacts)
+    classification_head: tuple[torch.Tensor, torch.Tensor | None] | None = None  # see read_head
 
 
 def load_model(
@@ -133,6 +139,11 @@ def load_model(
     text_config = model.config.get_text_config()
     vocab_size = min(int(text_config.vocab_size), int(model.get_input_embeddings().num_embeddings))
     row_sampler, sampler_failed = find_row_sampler(device, vocab_size, model.dtype)
+    pooling = read_checkpoint(directory, raw_config, model.config).facts
+    head = read_head(weight_files) if pooling.labels else None
+    if head is not None and len(head[0]) != len(pooling.labels):
+        problem = f"the classification head has {len(head[0])} outputs, and config.json {len(pooling.labels)} labels"
+        raise ModelLoadError(problem, param="model")
     return LoadedModel(
         model=model,
         stage=stage,
@@ -159,6 +170,9 @@ def load_model(
         config=raw_config,
         weight_files=weight_files,
         directory=directory,
+        head_inputs=_head_inputs(found),
+        pooling=pooling,
+        classification_head=None if head is None else _on_device(head, device),
     )
 
 
@@ -446,6 +460,23 @@ def _check_quantized(device: Device, probed: ProbedModel) -> None:
         raise ConfigError.of("kv_cache_dtype", reason) from error
 
 
+def _head_inputs(found: _Probed) -> HeadInputs:
+    """Taken from the head of the model that is run. A stage without a head takes none."""
+    if found.decoder is not None:
+        return found.decoder.head_inputs
+    inputs = HeadInputs()
+    if found.stage.is_last:
+        inputs.watch(found.model)
+    return inputs
+
+
+def _on_device(
+    head: tuple[torch.Tensor, torch.Tensor | None], device: Device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight, bias = head
+    return weight.to(device.torch_device), None if bias is None else bias.to(device.torch_device)
+
+
 def _group(
     found: _Probed, links: StageLinks, group_layers: GroupLayers
 ) -> tuple[tuple[KVGroupSpec, ...], tuple[int, ...]]:
@@ -524,13 +555,19 @@ def _loaded(source: _Source) -> tuple[Any, Stage]:
     directory = source.directory
     with unusable(directory):
         model_config = read_model_config(directory)
+        raw_config = read_config(directory)
+        check_direction(raw_config, model_config)
+        has_text_head = read_checkpoint(directory, raw_config, model_config).has_text_head
         dtype = resolve_dtype(source.config, model_config, source.device)
         if source.is_cut and is_adapted(model_config):
             raise refused(f"the attention of {model_config.model_type} is not cut among ranks or stages")
+        if not has_text_head and (source.is_cut or source.weight_format is not None):
+            problem = "are supported for one rank only" if source.is_cut else "are not read from quantised checkpoints"
+            raise ModelLoadError(f"models that only pool {problem}", param="model")
         if source.is_cut or source.weight_format is not None:
             model, stage = _load_parts(source, model_config, dtype)
         else:
-            model = _from_pretrained(directory, model_config, dtype)
+            model = _from_pretrained(directory, model_config, dtype, has_text_head=has_text_head)
             stage = whole_model(model)
         tell_layers(model)
     return model.to(source.device.torch_device).eval().requires_grad_(False), stage
@@ -573,7 +610,7 @@ def unusable(directory: Path) -> Iterator[None]:
         raise ModelLoadError(f"{directory} cannot be loaded: {_first_line(error)}", param="model") from error
 
 
-def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> Any:
+def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype, *, has_text_head: bool) -> Any:
     with _LOADING:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -585,6 +622,9 @@ def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype) -> 
             output_loading_info=True,
             trust_remote_code=False,
         )
+    if not has_text_head:
+        head = replace_head(model, torch.nn.Identity())
+        report["missing_keys"] = {each for each in report["missing_keys"] if not each.startswith(f"{head}.")}
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(

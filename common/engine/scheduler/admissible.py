@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from common.engine.messages import AddRequest
 from common.errors import InvalidRequestError, PromptTooLongError
-from common.types import SamplingParams
+from common.types import PoolingFacts, SamplingParams
 
 
 class Limits(NamedTuple):
@@ -15,13 +15,22 @@ class Limits(NamedTuple):
     max_model_len: int  # tokens of prompt and output
     vocab_size: int
     eos_token_ids: frozenset[int]
+    pooling: PoolingFacts = PoolingFacts()
 
     def check(self, message: AddRequest) -> None:
         """Raises InvalidRequestError or PromptTooLongError that names the field."""
         num_outputs = len(message.output_token_ids)
         num_tokens = len(message.prompt_token_ids) + num_outputs
+        self.pooling.check(message.pooling)
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt_token_ids")
+        if message.pooling is not None:
+            if num_tokens > self.max_model_len:
+                raise PromptTooLongError(
+                    f"{num_tokens} tokens do not fit a context of {self.max_model_len}", param="prompt_token_ids"
+                )
+            self.pooling.check_length(message.pooling, num_tokens)
+            return
         if num_tokens >= self.max_model_len:
             raise PromptTooLongError(
                 f"{num_tokens} tokens leave no room for another one in a context of {self.max_model_len}",

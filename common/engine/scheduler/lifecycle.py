@@ -269,6 +269,9 @@ class Lifecycle:
             request.num_computed_tokens += num_tokens
             if prompt_logprobs and not self._take_prompt_logprobs(request, prompt_logprobs):
                 continue
+            if result.pooled and (pooled := result.pooled.get(request.request_id)) is not None:
+                self._take_pooled(request, pooled)
+                continue
             outcome = outcomes.get(request.request_id)
             if drafts and request in drafts:
                 num_sampled += self._verify(request, len(drafts[request]), outcome)
@@ -397,6 +400,16 @@ class Lifecycle:
         request.num_prompt_logprobs += len(entries)
         request.wants_prompt_logprobs = request.num_prompt_logprobs < request.num_prompt_tokens - 1
         return True
+
+    def _take_pooled(self, request: Request, pooled: bytes) -> None:
+        """Ends a request with the numbers of its prompt; empty: they are not finite."""
+        if not pooled:
+            self._fail(request, NonFiniteError("the model computed no finite numbers for the prompt"))
+            return
+        self._kv.cache_computed(request)
+        self._transfers.computed(request)
+        self._outbox.set_pooled(request, pooled)
+        self.finish(request, FinishReason.STOP)
 
     def _append_token(self, request: Request, token: SampledToken) -> None:
         reason = self._add_token(request, token)

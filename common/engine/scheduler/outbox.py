@@ -47,6 +47,10 @@ class Outbox:
         else:
             output.prompt_logprobs.extend(entries)
 
+    def set_pooled(self, request: Request, pooled: bytes) -> None:
+        """Adds the numbers of the prompt."""
+        self._outputs[request] = msgspec.structs.replace(self._open(request), pooled=pooled)
+
     def add_event(self, request: Request, event: RequestEvent) -> None:
         """Adds an event of `request`."""
         self._open(request).events.append(event)

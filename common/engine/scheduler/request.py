@@ -9,7 +9,7 @@
    producer may still write to them: then it waits for others, back in 1 as an ordinary request.
 4. RUNNING: it gets tokens at each step.
 5. PREEMPTED: it lost its blocks and waits for its turn again, as in 2; with tiers it goes back to 1.
-6. FINISHED: from any state.
+6. FINISHED: from any state. One that pools has finished when its prompt is computed.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Request:
         "num_restored_tokens",
         "num_scheduled_tokens",
         "order",
+        "pooling",
+        "pools_every_token",
         "positions",
         "request_id",
         "root",
@@ -80,11 +82,14 @@ class Request:
         added_at: float,
         max_model_len: int,
         eos: frozenset[int],
+        pools_every_token: bool = False,
     ) -> None:
-        """`message` was validated. Its owner sets the order."""
+        """`message` was validated. `pools_every_token`: see PoolingFacts. Its owner sets the order."""
         sampling = message.sampling
         self.request_id = message.request_id
         self.sampling = sampling
+        self.pooling = message.pooling  # None: it generates
+        self.pools_every_token = pools_every_token
         self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_model_len)
@@ -98,7 +103,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.grammar: RequestGrammar | None = None  # for its constraint, if it has one
-        self.is_simple = sampling.is_simple and sampling.structured_outputs is None  # see SamplingParams.is_simple
+        # See SamplingParams.is_simple. What is pooled samples no token after which another could follow.
+        self.is_simple = sampling.is_simple and sampling.structured_outputs is None and message.pooling is None
         self.is_started = False  # RequestStarted was sent
         self.is_in_batch = False  # the model runner knows it
         self.awaits_mask = False  # its grammar's mask is late: no step computes anything for it
@@ -161,8 +167,8 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """False if it must compute its whole prompt, for the log probabilities of the prompt's tokens."""
-        return not self.wants_prompt_logprobs or self.awaits_handoff
+        """False if it must compute its whole prompt, for what it reports of the prompt's tokens."""
+        return not (self.wants_prompt_logprobs or self.pools_every_token) or self.awaits_handoff
 
     @property
     def is_finished(self) -> bool:

@@ -54,7 +54,7 @@ from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
 from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, knee_tokens, measured_knee, prefill_work
 from common.step_times import StepTimes
-from common.types import RequestId
+from common.types import PoolingFacts, RequestId
 
 # Requests restored ahead of a slot in the batch, as a share of its slots: enough that a slot never waits for a restore,
 # not so many that they crowd out those that run.
@@ -87,6 +87,7 @@ class Scheduler:
         max_concurrent_batches: int = 1,
         most_asked: Asked = NOTHING_ASKED,
         adapters: AdapterPlaces | None = None,
+        pooling: PoolingFacts = PoolingFacts(),  # noqa: B008  (frozen)
     ) -> None:
         """`measured_steps` and `max_concurrent_batches`: see Executor; `most_asked`: see DraftDepth. Raises ConfigError
         if one request may outgrow the KV cache."""
@@ -99,7 +100,7 @@ class Scheduler:
         self._kv = kv
         self._block_size = kv.block_size
         self._num_groups = len(kv.groups)
-        self._limits = Limits(max_model_len, vocab_size, eos_token_ids)
+        self._limits = Limits(max_model_len, vocab_size, eos_token_ids, pooling)
         self._transfers = NoTransfers() if transfers is None else transfers
         self._grammars = NoGrammars() if grammars is None else grammars
         # Each request of the batch gets at least one token per step.
@@ -137,7 +138,11 @@ class Scheduler:
         if self._places.num_waiting >= self._config.max_num_waiting:
             raise OverloadedError(f"{self._places.num_waiting} requests are waiting already")
         request = Request(
-            message, added_at=now, max_model_len=self._limits.max_model_len, eos=self._limits.eos_token_ids
+            message,
+            added_at=now,
+            max_model_len=self._limits.max_model_len,
+            eos=self._limits.eos_token_ids,
+            pools_every_token=self._limits.pooling.needs_every_token(message.pooling),
         )
         request.order = (
             message.priority if self._config.policy == "priority" else 0,
@@ -518,6 +523,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             is_producer=request.is_producer,
+            pooling=request.pooling,
             positions=request.positions,
             root=request.root,
             extra_keys=request.extra_keys,

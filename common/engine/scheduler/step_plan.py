@@ -57,7 +57,7 @@ class StepPlan:
     @property
     def stream_target_s(self) -> float | None:
         """Shortest time between tokens that a request which decodes was promised. None: none decodes."""
-        targets = (request.target_itl_s for request in self.scheduled if not request.is_producer)
+        targets = (each.target_itl_s for each in self.scheduled if not (each.is_producer or each.pooling))
         return min(targets, default=None)
 
     def decode(self, request: Request, num_context_tokens: int) -> None:

@@ -20,12 +20,13 @@ from common.types import RequestId
 
 
 class PromptRun(NamedTuple):
-    """Prompt tokens of one request whose logits are wanted."""
+    """Prompt tokens of one request whose logits, or hidden states, are wanted."""
 
     request_id: RequestId
     row: int  # in the request table
     start: int  # position of the first
     num_tokens: int
+    is_last: bool = False  # the prompt ends with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,15 @@ class PackedBatch:
 
     input_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens], or [dimensions, num_tokens] if the model's have several
-    logits_index: torch.Tensor  # query tokens whose logits are wanted: the sampled ones, then those of prompts
+    # Query tokens whose logits are wanted: the sampled ones, then those of prompts. After these, those of which the
+    # hidden states are wanted, before they become logits.
+    logits_index: torch.Tensor
     attention: AttentionMetadata
     sampled_ids: list[RequestId]  # requests that sample, in the order of logits_index
     sampled_rows: npt.NDArray[np.int64]  # their rows in the request table
     sampled_lengths: npt.NDArray[np.int64]  # tokens before those that are sampled
     prompt_runs: list[PromptRun]  # of requests that want log probabilities of their prompt, as in logits_index
+    pooled_runs: list[PromptRun]  # of requests that pool, as in logits_index
     opened_blocks: list[int]  # blocks that the step begins to fill and leaves partly empty
     rows: npt.NDArray[np.int64]  # [num_seqs], of each sequence in the request table
     adapters: StepAdapters | None = None  # None: no token has one
@@ -119,6 +123,7 @@ class BatchPacker:
             sampled_rows=layout.sampled_rows,
             sampled_lengths=layout.sampled_lengths,
             prompt_runs=layout.prompt_runs,
+            pooled_runs=layout.pooled_runs,
             opened_blocks=opened_blocks,
             rows=rows,
             adapters=None if self._adapters is None else self._adapters.of_step(token_rows, layout.wanted),
@@ -142,6 +147,7 @@ class _Layout(NamedTuple):
     sampled_lengths: npt.NDArray[np.int64]
     wanted: npt.NDArray[np.int64]  # see PackedBatch.logits_index
     prompt_runs: list[PromptRun]
+    pooled_runs: list[PromptRun]
 
     def is_repeated(self, num_scheduled_tokens: dict[RequestId, int], table_version: int) -> bool:
         """Whether the step after this one computes the tokens that this one samples, in the same rows."""
@@ -182,11 +188,15 @@ def _lay_out(
     query_ends = np.cumsum(counts)
     query_starts = query_ends - counts
     sequences = np.repeat(np.arange(len(counts)), counts)
-    samples = np.flatnonzero(ends >= table.num_tokens[rows])  # after drafts, that is not the last known token
-    wanted, prompt_runs = query_ends[samples] - 1, list[PromptRun]()
+    is_done = ends >= table.num_tokens[rows]  # after drafts, that is not the last known token
+    samples = np.flatnonzero(is_done & ~np.isin(rows, list(table.pools)) if table.pools else is_done)
+    wanted, prompt_runs, pooled_runs = query_ends[samples] - 1, list[PromptRun](), list[PromptRun]()
     if table.num_prompt_logits:
         prompt_runs, of_prompts = _prompt_runs(table, request_ids, rows, starts, ends, query_starts)
         wanted = np.concatenate([wanted, *of_prompts])
+    if table.pools:
+        pooled_runs, of_pooled = _pooled_runs(table, request_ids, rows, starts, ends, query_starts)
+        wanted = np.concatenate([wanted, *of_pooled])
     return _Layout(
         num_scheduled_tokens=num_scheduled_tokens,
         table_version=table.version,
@@ -202,6 +212,7 @@ def _lay_out(
         sampled_lengths=ends[samples],
         wanted=wanted,
         prompt_runs=prompt_runs,
+        pooled_runs=pooled_runs,
     )
 
 
@@ -221,4 +232,31 @@ def _prompt_runs(
         if num_tokens > 0:
             runs.append(PromptRun(request_ids[sequence], row, start, num_tokens))
             places.append(np.arange(first, first + num_tokens))
+    return runs, places
+
+
+def _pooled_runs(
+    table: RequestTable,
+    request_ids: Sequence[RequestId],
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    query_starts: npt.NDArray[np.int64],
+) -> tuple[list[PromptRun], list[npt.NDArray[np.int64]]]:
+    """The tokens whose hidden states are pooled, and their places in the batch. All arguments are in batch order."""
+    runs, places = [], []
+    for sequence, row in enumerate(rows.tolist()):
+        method = table.pools.get(row)
+        if method is None:
+            continue
+        start, end = int(starts[sequence]), int(ends[sequence])
+        is_last = end >= int(table.num_tokens[row])
+        wanted = range(start, end)
+        if method == "last":
+            wanted = wanted[-1:] if is_last else wanted[:0]
+        elif method == "cls":
+            wanted = wanted[: int(start == 0)]
+        if wanted or is_last:
+            runs.append(PromptRun(request_ids[sequence], row, wanted.start, len(wanted), is_last))
+            places.append(int(query_starts[sequence]) + np.array(wanted, dtype=np.int64) - start)
     return runs, places

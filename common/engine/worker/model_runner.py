@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import cast
@@ -37,12 +38,14 @@ from common.engine.sampling.processors import LogitsProcessor
 from common.engine.sampling.sampler import Sample, Sampler, logprobs_of, samples_of
 from common.engine.speculation.guard import NOTHING, GuardedProposer, Proposed
 from common.engine.worker.batch import BatchPacker, PackedBatch
+from common.engine.worker.pooler import ClassificationHead, Pooler
 from common.engine.worker.request_table import RequestTable
 from common.engine.worker.sampling_step import SamplingStep
 from common.engine.worker.state_blocks import StateBlocks
 from common.engine.worker.state_cache import StateCache
 from common.engine.worker.token_mask import TokenMask
-from common.types import Logprobs, RequestId, SamplingParams
+from common.types import Logprobs, PoolingFacts, PoolingParams, RequestId, SamplingParams
+from common.types.pooling import GENERATE, POOLING_TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +104,10 @@ class ModelRunner:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             processors=processors,
+            pooling=loaded.pooling,
         )
+        head = loaded.classification_head
+        self._pooler = Pooler(loaded.pooling, None if head is None else ClassificationHead(*head))
         self._proposer = proposer
         self._states: StateCache | None = None
         if loaded.state_bytes:
@@ -150,6 +156,7 @@ class ModelRunner:
         if self._adapters is not None:
             for request in step.new_requests:
                 self._adapters.set(self._table.row_of(request.request_id), request.adapter)
+        self._pooler.update(step)
         for group, layers in self._unused:
             self._clear_unused(group, layers, step)
 
@@ -230,6 +237,7 @@ class ModelRunner:
             self._sample_on_device is not None
             and bool(batch.sampled_ids)
             and not batch.prompt_runs
+            and not batch.pooled_runs
             and bool(self._table.kernels_can_sample[rows].all())
         )
 
@@ -241,8 +249,9 @@ class ModelRunner:
         drafts: Mapping[RequestId, Sequence[int]],
     ) -> ModelRunnerOutput:
         prompt_logprobs = self._prompt_logprobs(batch, logits[len(batch.sampled_ids) :]) if batch.prompt_runs else {}
+        pooled = self._pooler.pool(batch.pooled_runs, self._loaded.head_inputs.take()) if batch.pooled_runs else {}
         if not batch.sampled_ids:
-            return ModelRunnerOutput(prompt_logprobs=prompt_logprobs)
+            return ModelRunnerOutput(prompt_logprobs=prompt_logprobs, pooled=pooled)
         found = masks(batch.sampled_ids, batch.sampled_lengths)  # while the device computes the logits
         logits = logits[: len(batch.sampled_ids)]
         rows, lengths = batch.sampled_rows, batch.sampled_lengths
@@ -250,7 +259,8 @@ class ModelRunner:
             samples = self._sample(rows, lengths, logits, None)
         else:
             samples = self._sample_masked(rows, lengths, logits, found)
-        return self._answer(batch, samples, prompt_logprobs, drafts)
+        output = self._answer(batch, samples, prompt_logprobs, drafts)
+        return replace(output, pooled=pooled) if pooled else output
 
     def _answer(
         self,
@@ -301,8 +311,12 @@ class ModelRunner:
         num_tokens = batch.input_ids.shape[0]
         tokens = batch.input_ids if self._stage.is_first else self._inputs(batch)
         inputs = DecodeInputs(tokens, batch.positions, batch.attention, batch.adapters)
-        keeps_all = batch.logits_index.shape[0] == num_tokens and not batch.prompt_runs
-        is_recorded = not batch.prompt_runs and batch.attention.num_decodes == num_tokens
+        has_runs = bool(batch.prompt_runs or batch.pooled_runs)
+        keeps_all = batch.logits_index.shape[0] == num_tokens and not has_runs
+        is_recorded = not has_runs and batch.attention.num_decodes == num_tokens
+        if batch.pooled_runs and self._stage.is_last:
+            num_pooled = sum(run.num_tokens for run in batch.pooled_runs)
+            self._loaded.head_inputs.keep_after(batch.logits_index.shape[0] - num_pooled)
         if self._recorded is not None and is_recorded and (self._states is None or self._states.stage()):
             found = self._run_recorded(self._recorded, inputs)
             if found is not None and not self._stage.is_last:
@@ -498,10 +512,16 @@ class ModelRunner:
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
         block_ids = [[0] * len(blocks) if group.kind == "state" else blocks for group in self._loaded.kv_groups]
-        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, block_ids, 0)
+        pooling = None if GENERATE in self._loaded.pooling.tasks else _pooling_of(self._loaded.pooling)
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, block_ids, 0, pooling=pooling)
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})
         self.update_requests(SchedulerOutput(dropped_request_ids=[request_id]))
+
+
+def _pooling_of(facts: PoolingFacts) -> PoolingParams:
+    """Returns something that a model which generates nothing can do."""
+    return PoolingParams(task=next(task for task in POOLING_TASKS if task in facts.tasks))
 
 
 def _settle(step: SamplingStep, phases: PhaseClock) -> None:

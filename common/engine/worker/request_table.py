@@ -20,7 +20,8 @@ from common.engine.sampling.processors import LogitsProcessor, SamplingRow
 from common.engine.sampling.rules import NO_RULES, TokenRules, rules_of
 from common.engine.sampling.sampler import is_plain
 from common.engine.speculation.base import Context
-from common.types import PromptPositions, RequestId, SamplingParams
+from common.types import PoolingFacts, PromptPositions, RequestId, SamplingParams
+from common.types.pooling import PoolingMethod
 
 _NO_PARAMS = SamplingParams()
 _NUM_COMPARED = 8  # requests whose rules a new one may share
@@ -40,7 +41,9 @@ class RequestTable:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         processors: Sequence[LogitsProcessor] = (),
+        pooling: PoolingFacts = PoolingFacts(),  # noqa: B008  (frozen)
     ) -> None:
+        self._pooling = pooling
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._processors = processors
@@ -74,6 +77,7 @@ class RequestTable:
         # Few requests are in these, often none.
         self._not_plain: set[int] = set()  # rows; see sampler.is_plain
         self.num_prompt_logits: dict[int, int] = {}  # by row: leading tokens whose logits are wanted
+        self.pools: dict[int, PoolingMethod] = {}  # by row, of requests that are pooled and sample nothing
         self._rows: dict[RequestId, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -277,6 +281,8 @@ class RequestTable:
             self._ruled.append(row)
         if new.wants_prompt_logprobs:
             self.num_prompt_logits[row] = new.num_prompt_tokens - 1
+        if new.pooling is not None:
+            self.pools[row] = self._pooling.method_of(new.pooling)
         if self.position_dims > 1:
             self._put_positions(row, new.positions)
         self._num_blocks[row] = 0
@@ -319,6 +325,7 @@ class RequestTable:
         self.version += 1
         self._not_plain.discard(row)
         self.num_prompt_logits.pop(row, None)
+        self.pools.pop(row, None)
         self._params[row], self._rules[row] = _NO_PARAMS, NO_RULES  # whose tables may be large
         for table in self.block_tables:
             table[row, : self._num_blocks[row]] = 0  # the null block pads shorter tables in a batch

@@ -198,6 +198,7 @@ class Worker:
             kernels=loaded.kernels,
             kernels_failed=loaded.kernels_failed,
             num_threads=loaded.device.num_threads,
+            pooling=loaded.pooling,
         )
         return self._facts
 
