@@ -147,7 +147,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill: Annotated[
         PodCount, Meta(ge=0, description="Number of prefill pods, of each model; 0: decode pods compute all prompts.")
     ] = 1
-    decode: Annotated[PodCount, Meta(ge=1, description="Number of decode pods, of each model.")] = 1
+    decode: Annotated[
+        PodCount,
+        Meta(
+            ge=0,
+            description="Number of decode pods, of each model; 0: prefill pods embed and classify, "
+            "and no text is generated.",
+        ),
+    ] = 1
     connector: Annotated[str, Meta(min_length=1, description="How KV blocks travel from prefill to decode pods.")] = (
         "shared-storage"
     )

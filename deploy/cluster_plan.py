@@ -83,9 +83,12 @@ def plan_cluster(
     have if it is not the cluster's.
     """
     planned = _planned_pods(config)
+    if not planned:
+        raise ConfigError.of("decode", "0, and --prefill 0 as well: there would be no pod")
     env = pod_environment(base_env, sum(parallel.get(pod.role, config.engine.parallel).world_size for pod in planned))
     redis_port, *ports = pick_ports(LOOPBACK, 1 + len(planned))
-    needs_connector = bool(config.prefill or _TIER_OPTIONS & config.connector_options.keys())
+    hands_over = config.prefill > 0 and config.decode > 0
+    needs_connector = bool(hands_over or _TIER_OPTIONS & config.connector_options.keys())
     connector = _plan_connector(config, redis_port, scratch, env) if needs_connector else _NO_CONNECTOR
     common = ["--log-level", config.log_level, "--log-format", config.log_format]
     if config_file is not None:
@@ -270,12 +273,14 @@ def operator_environment(env: Mapping[str, str], key: str) -> dict[str, str]:
     return {ENVIRONMENT: f"{listed},{own}" if listed else own}
 
 
-def curl_line(url: str, model: str | None) -> str:
-    """A completion request to paste into a shell. `model`: None if the router wants an API key."""
-    named = {"model": model} if model else {}
-    body = json.dumps({**named, "prompt": EXAMPLE_PROMPT, "max_tokens": 16, "temperature": 0})
+def curl_line(url: str, model: str | None, *, generates: bool = True) -> str:
+    """A request to paste into a shell, for a completion or an embedding. `model`: None if the router wants an API
+    key."""
+    asked = {"prompt": EXAMPLE_PROMPT, "max_tokens": 16, "temperature": 0} if generates else {"input": EXAMPLE_PROMPT}
+    body = json.dumps({**({"model": model} if model else {}), **asked})
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if model is None else ""
-    return f"curl -s {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    path = "/v1/completions" if generates else "/v1/embeddings"
+    return f"curl -s {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def base_url(host: str, port: int) -> str:

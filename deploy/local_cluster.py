@@ -198,7 +198,9 @@ class LocalCluster:
         each, model = "", f"model {config.engine.model.model or 'the demo model'}"
         if config.models:
             each, model = " each", f"models {', '.join(config.models)}"
-        if config.prefill:
+        if not config.decode:
+            topology = f"{config.prefill} prefill{each}, for embeddings and the like"
+        elif config.prefill:
             topology = f"{config.prefill} prefill + {config.decode} decode{each}, connector {config.connector}"
         else:
             topology = f"{config.decode} decode{each}, colocated"
@@ -208,7 +210,7 @@ class LocalCluster:
         model = await first_model(reachable(self._config.host), self._port)
         self._note(lambda record: record.ready(", ".join(self._config.models) or model or ""))
         self._terminal.say(f"\nReady in {seconds:.1f} s. Try:\n")
-        self._terminal.say(f"  {curl_line(self._url, model)}\n")
+        self._terminal.say(f"  {curl_line(self._url, model, generates=self._config.decode > 0)}\n")
         self._terminal.say(f"Metrics at {self._url}/metrics, all targets for Prometheus in {self._targets_file}\n")
 
 

@@ -32,6 +32,7 @@ from router.gateway.openai.chat_bodies import ChatBody
 from router.gateway.openai.completion_bodies import CompletionBody
 from router.gateway.openai.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from router.gateway.openapi import header_parameters
+from router.gateway.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from router.gateway.responses.bodies import ResponsesBody
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
@@ -61,6 +62,7 @@ _ENDPOINTS = """\
 | `POST /v1/messages` | [Anthropic's Messages](#anthropics-messages) |
 | `POST /v1/responses` | [OpenAI's Responses](#openais-responses); nothing is stored |
 | `POST /tokenize`, `POST /detokenize` | [token ids of a text or a chat, and back](#tokens) |
+| `POST /v1/embeddings`, `/v1/classify`, `/v1/score`, ... | [embeddings and the like](#embeddings-classes-and-scores) |
 | `POST /v1/route/explain` | [where a request would go](routing.md#why-did-it-go-there), as with `"dry_run": true` |
 | `GET /v1/models` | the served models, under all their names, and their [adapters](adapters.md) |
 | `GET /version` | the version of Baton, and the port of the gRPC API |
@@ -136,6 +138,12 @@ decode pod is ready, the context is not known, and the answer is a 503. Of a cha
 `/v1/chat/completions`: {refused}.
 """
 
+
+_POOLING = """\
+[embeddings.md](embeddings.md) is the page of these. `/v1/embeddings` is OpenAI's, the others are vLLM's, and
+`/v1/rerank` is that of Jina and Cohere as well. `/classify`, `/score`, `/rerank` and `/v2/rerank` are the same as those
+with `/v1`. A field that is not in the table is refused.
+"""
 
 _OPERATION = """\
 These are for [operators' keys](security.md#api-keys) where there are keys. Without keys all clients may use them, but
@@ -258,6 +266,9 @@ def page() -> str:
         "## Tokens\n",
         _TOKENS.format(refused=_names(REFUSED_BY_TOKENIZED_CHATS)),
         _table(("field", "type", "of", "what it does"), _token_rows()),
+        "## Embeddings, classes and scores\n",
+        _POOLING,
+        _table(("field", "type", "of", "what it does"), _pooling_rows()),
         "## Operation\n",
         _OPERATION,
         _table(("endpoint", "what it does"), iter(_OPERATION_ROWS)),
@@ -348,6 +359,22 @@ def _token_rows() -> Iterator[tuple[str, ...]]:
         yield from ((f"`{name}`", kind, of, text) for name, (kind, text) in _described(body).items())
 
 
+def _pooling_rows() -> Iterator[tuple[str, ...]]:
+    bodies: dict[str, type[msgspec.Struct]] = {
+        "embeddings": EmbeddingBody,
+        "classify": ClassifyBody,
+        "score": ScoreBody,
+        "rerank": RerankBody,
+        "pooling": PoolingBody,
+    }
+    by_row: dict[tuple[str, str, str], list[str]] = {}
+    for of, body in bodies.items():
+        for name, (kind, text) in _described(body).items():
+            by_row.setdefault((name, kind, text), []).append(of)
+    for (name, kind, text), of_all in by_row.items():
+        yield f"`{name}`", kind, "all" if len(of_all) == len(bodies) else ", ".join(of_all), text
+
+
 def _ignored_rows() -> Iterator[tuple[str, ...]]:
     groups: list[tuple[str, tuple[Ignored, ...]]] = [
         ("both", IGNORED_BY_BOTH),
@@ -404,7 +431,7 @@ def _type_of(kind: mi.Type) -> str:
             return "integer"
         case mi.FloatType():
             return "number"
-        case mi.StrType():
+        case mi.StrType() | mi.LiteralType():
             return "string"
         case mi.BoolType():
             return "boolean"

@@ -25,8 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             description="Runs a prefill pod.",
             examples=("baton serve prefill --host 10.0.0.1 --port 7001 --connector-path /mnt/kv",),
         ).named("prefill")
-        if not config.connector:
-            raise ConfigError("--connector: required on a prefill pod, to hand its KV over", param="connector")
         if config.parallel.node_rank:
             return run_pod_node(config)
         pod = build(config)

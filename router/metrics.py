@@ -119,6 +119,15 @@ class GenerationMetrics(ModelTable):
         "prefill",
         "reason",
     )
+    pooled = per_model(
+        Counter, "baton_router_pooled_inputs", "Inputs that were pooled: embedded, classified or scored.", "task"
+    )
+    pooling_latency = per_model(
+        Histogram,
+        "baton_router_pooling_latency_seconds",
+        "Arrival to answer of requests that pool, with all their inputs.",
+        buckets=_LATENCIES_S,
+    )
     recomputed = per_model(
         Counter,
         "baton_router_recompute",

@@ -74,8 +74,8 @@ class Router:
     def __init__(self, config: RouterConfig, context: WorkerContext | None = None) -> None:
         """Reads the tokenizer and the model's sampling defaults. Raises ConfigError."""
         self._context = context = context or standalone()
-        if not (config.decode or config.discovery.registry):
-            raise ConfigError("--decode: at least one decode pod is required, or a --registry", param="decode")
+        if not (config.decode or config.prefill or config.discovery.registry):
+            raise ConfigError("--decode: at least one pod is required, or a --registry", param="decode")
         models = config.serving.served_models
         sources = read_models(models)
         self.config = config

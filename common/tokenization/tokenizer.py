@@ -105,6 +105,16 @@ class Tokenizer:
             raise TooManyTokensError(f"has {len(encoding)} tokens, more than the limit of {max_tokens}")
         return list(map(self._ids.__getitem__, encoding.ids))
 
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> list[int]:
+        """Token ids of two texts that belong together, joined as the tokenizer says. Otherwise as `encode`."""
+        if max_tokens is not None and not all(self._may_fit(text, max_tokens) for text in (first, second)):
+            num_chars = len(first) + len(second)
+            raise TooManyTokensError(f"has {num_chars} characters, more than a context of {max_tokens} tokens holds")
+        encoding = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokensError(f"has {len(encoding)} tokens, more than the limit of {max_tokens}")
+        return list(map(self._ids.__getitem__, encoding.ids))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that the tokenizer does not know have no text."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -75,14 +75,15 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
             return pooling.dimensions or self.embedding_size
         return len(self.labels)
 
-    def check_length(self, pooling: PoolingParams, num_tokens: int) -> None:
-        """Raises InvalidRequestError if a prompt of so many tokens gives more numbers than are sent."""
+    def check_length(self, pooling: PoolingParams, num_tokens: int, *, param: str = "prompt_token_ids") -> None:
+        """Raises InvalidRequestError if a prompt of so many tokens, which `param` names, gives more numbers than are
+        sent."""
         num_bytes = NUMBER_BYTES * self.num_numbers(pooling, num_tokens)
         if num_bytes > MAX_POOLED_BYTES:
             raise InvalidRequestError(
                 f"{pooling.task} of {num_tokens} tokens takes {num_bytes} bytes, more than the limit of "
                 f"{MAX_POOLED_BYTES}; send shorter prompts",
-                param="prompt_token_ids",
+                param=param,
             )
 
 

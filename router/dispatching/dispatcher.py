@@ -174,6 +174,38 @@ class Dispatcher:
         """Claim the pods of `plan`, or make one. Raises as `plan` does."""
         return self._claim_both(plan or self.plan(request, resumed=resumed, avoid=avoid), request)
 
+    @property
+    def pooling_unavailable_reason(self) -> str:
+        """Why no prompt can be pooled now; empty: one can."""
+        return "" if self.pods.can_pool else self.pods.explain_pooling()
+
+    def pooling_room(self) -> Room:
+        """Returns the room that pods have for prompts that are pooled."""
+        prefill = self.pods.prefill_table.columns()
+        pods = prefill if len(prefill) else self.pods.decode_table.columns()
+        return room_of(pods, pods)
+
+    def plan_pooling(self, request: GenerationRequest, failed: Collection[str] = ()) -> Plan:
+        """Plans where the prompt is pooled as of now. Changes nothing. `failed`: see Planner. Raises UnavailableError
+        if no pod takes it."""
+        model = self.pods.facts
+        if model is None:
+            raise UnavailableError(self.pods.explain_pooling())
+        query = self._query(request, model, resumed=False, avoid=None)
+        plan = self.planner.plan_pooling(query, time.monotonic(), failed)
+        if plan is None:
+            raise UnavailableError(self.pods.explain_pooling())
+        return plan
+
+    def route_pooling(self, request: GenerationRequest, failed: Collection[str]) -> Route:
+        """Plans, and claims the pod, which is the route's decode pod whatever its role. Raises as `plan_pooling`
+        does."""
+        plan = self.plan_pooling(request, failed)
+        self.planner.note(plan)
+        pod, claim = self._claim(plan.decode, request, computes=True)
+        self.metrics.dispatched.labels("remote" if pod.role_name == "prefill" else "local", plan.reason).inc()
+        return Route(pod, claim, None, None, plan.reason, plan.decode.facts.data_parallel_rank)
+
     def reroute(self, request: GenerationRequest, decode: Pod, failed: Collection[str]) -> Route | None:
         """Plan again, and claim the pods, with a prefill pod that is not among `failed` (addresses) and, if it is
         ready, with this decode pod. None: there is no other prefill pod."""

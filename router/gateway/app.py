@@ -25,6 +25,7 @@ from router.gateway.operators.administration import AdministrationEndpoints
 from router.gateway.operators.cluster import CLUSTER_PATH, ClusterEndpoint
 from router.gateway.operators.timelines import REQUESTS_PATH, TimelineEndpoints
 from router.gateway.page import static_routes
+from router.gateway.pooling.endpoints import POOLING_PATHS, PoolingEndpoint
 from router.gateway.status import Status
 from router.requests.ids import REQUEST_ID_HEADER, RunningIds
 from router.requests.terms import QUEUED_HEADER
@@ -68,6 +69,7 @@ def create_app(
         "/detokenize": DetokenizeEndpoint(service, access),
         LOAD_PATH: LoadAdapterEndpoint(service, access),
         UNLOAD_PATH: UnloadAdapterEndpoint(service, access),
+        **{path: PoolingEndpoint(kind, service, access, ids) for path, kind in POOLING_PATHS.items()},
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     app.router.routes += [

@@ -28,6 +28,9 @@ from router.gateway.operators.administration import (
 )
 from router.gateway.operators.cluster import CLUSTER_PATH
 from router.gateway.operators.timelines import REQUESTS_PATH, RequestList
+from router.gateway.pooling import answers as pooling_answers
+from router.gateway.pooling.bodies import AnyBody, ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from router.gateway.pooling.endpoints import POOLING_PATHS
 from router.gateway.responses.answers import Response
 from router.gateway.responses.bodies import ResponsesBody
 from router.gateway.status import Health, Liveness, Load, Version
@@ -53,6 +56,11 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     MessagesBody,
     CountBody,
     ResponsesBody,
+    EmbeddingBody,
+    ClassifyBody,
+    ScoreBody,
+    RerankBody,
+    PoolingBody,
     ErrorBody,
     AnthropicErrorBody,
     AnthropicMessage,
@@ -67,6 +75,11 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     UnloadAdapterBody,
     answers.Tokenized,
     answers.Detokenized,
+    pooling_answers.EmbeddingList,
+    pooling_answers.ClassifiedList,
+    pooling_answers.ScoreList,
+    pooling_answers.Ranking,
+    pooling_answers.PooledList,
     answers.ModelList,
     answers.ModelCard,
     Health,
@@ -95,6 +108,13 @@ _ERRORS = {
     ErrorCode.INTERNAL: "Internal error of the router or a pod; see the router's log.",
 }
 _GENERATION_ERRORS = tuple(code for code in _ERRORS if code is not ErrorCode.CONFLICT)
+_POOLED: dict[type[AnyBody], tuple[str, type[msgspec.Struct]]] = {
+    EmbeddingBody: ("An embedding of each input.", pooling_answers.EmbeddingList),
+    ClassifyBody: ("The probabilities of a classifier's labels for each input.", pooling_answers.ClassifiedList),
+    ScoreBody: ("How well the texts of each pair fit.", pooling_answers.ScoreList),
+    RerankBody: ("The documents by how well they fit the query.", pooling_answers.Ranking),
+    PoolingBody: ("The numbers of each input, or of each of its tokens.", pooling_answers.PooledList),
+}
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds until a retry.", "schema": {"type": "integer", "minimum": 0}}}
 _SHOULD_RETRY = {
     "x-should-retry": {
@@ -170,6 +190,7 @@ def _paths() -> dict[str, Any]:
             "post": _tokens("Token ids of a prompt.", [TokenizeTextBody, TokenizeChatBody], answers.Tokenized)
         },
         "/detokenize": {"post": _tokens("Text of token ids.", [DetokenizeBody], answers.Detokenized)},
+        **{path: {"post": _pooled(kind)} for path, kind in POOLING_PATHS.items()},
         "/v1/models": {"get": _page("The names of the served models.", _json(answers.ModelList), unauthenticated)},
         "/v1/models/{name}": {
             "get": {
@@ -250,6 +271,18 @@ def _tokens(description: str, bodies: list[type[msgspec.Struct]], answer: type[m
     operation = _generation(description, bodies)
     operation["responses"]["200"]["content"] = _json(answer)
     operation["parameters"] = [_REQUEST_ID_PARAMETER]
+    return operation
+
+
+def _pooled(body: type[AnyBody]) -> dict[str, Any]:
+    description, answer = _POOLED[body]
+    operation = _generation(description, [body])
+    operation["responses"]["200"]["content"] = _json(answer)
+    operation["parameters"] = [
+        parameter
+        for parameter in header_parameters(resumes=False)
+        if parameter["name"] not in (TTFT_HEADER, ITL_HEADER)
+    ]
     return operation
 
 

@@ -106,7 +106,7 @@ class Status:
             }
             for pod in self._service.cluster.pods
         ]
-        models = [{"name": model.name, "reason": model.dispatcher.unavailable_reason} for model in self._service.models]
+        models = [{"name": model.name, "reason": model.unavailable_reason} for model in self._service.models]
         return _json({"status": told, "reason": reason, "models": models, "pods": pods}, status)
 
     async def alive(self, request: Request) -> Response:

@@ -174,6 +174,19 @@ class Planner:
         )
         return None if plan is None else plan._replace(reason="prefill_failed")
 
+    def plan_pooling(self, query: Query, now: float, failed: Collection[str] = ()) -> Plan | None:
+        """Plans for a prompt that is pooled: one pod, in the plan's place of the decode pod; a prefill pod, if one is
+        ready. One of `failed`, addresses, only if there is no other. None: no pod takes such a prompt."""
+        for policy, table in ((self._prefill_policy, self._prefill_table), (self._decode_policy, self._decode_table)):
+            pods = table.columns()
+            pods = pods.where(pods.max_model_len >= query.num_prompt_tokens)
+            others = pods.where(~_among(pods, failed)) if failed and len(pods) else pods
+            if len(others):
+                placement = self._place(policy, query, Leg.PREFILL, others, self._index.match(query.block_hashes, now))
+                assert placement is not None
+                return Plan(placement, None, "pooling")
+        return self.plan_pooling(query, now) if failed else None
+
     def note(self, plan: Plan) -> None:
         """The plan is being carried out."""
         plan.decode.policy.note(plan.decode.facts.slot)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import NoReturn, Protocol
 
 from common.errors import BatonError, DeadlineExceededError, UnavailableError
 from common.pb import common_pb2, pods_pb2
-from common.rpc.convert import sampling_to_pb
+from common.rpc.convert import pooling_to_pb, sampling_to_pb
 from common.rpc.errors import error_from_pb
-from common.types import SamplingParams
+from common.types import PoolingParams, SamplingParams
+from common.types.pooling import POOLING_TASKS
 from router.pods.health import Outcome, PodHealth
 from router.pods.session import DecodeSession
 
@@ -91,6 +92,16 @@ async def try_prefill(
 ) -> None:
     """One token through a prefill pod. Raises a BatonError."""
     await prefill(pods_pb2.PrefillRequest(request=_request(), epoch=1))  # no transfer: no pod fetches the KV
+
+
+async def try_pool(
+    pool: Callable[[pods_pb2.PoolRequest], Awaitable[pods_pb2.PoolResponse]], tasks: Sequence[str]
+) -> None:
+    """One token through a pod whose model generates nothing, but does some of these tasks. Raises a BatonError."""
+    request = _request()
+    known = [task for task in POOLING_TASKS if task in tasks]
+    request.pooling.CopyFrom(pooling_to_pb(PoolingParams(task=known[0] if known else "embed")))
+    await pool(pods_pb2.PoolRequest(request=request))
 
 
 async def try_decode(session: DecodeSession, timeout_s: float) -> None:

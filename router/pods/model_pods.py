@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from common.pb import pods_pb2
-from common.types import AdapterName
+from common.types import AdapterName, PoolingFacts
 from router.discovery import Role
 from router.placing.index import PrefixIndex
 from router.placing.policies import PodTable
@@ -49,8 +49,8 @@ class ModelFacts(NamedTuple):
 class ModelPods:
     """The pods of one model, and what they agree on. The Cluster puts pods in and takes them out.
 
-    The decode pods decide: the first to connect sets the facts, which stay for as long as a decode pod that has them is
-    connected. Every other pod of the model must agree with them or is refused.
+    The decode pods decide, or the prefill pods if no decode pod is known: the first to connect sets the facts, which
+    stay for as long as one that has them is connected. Every other pod of the model must agree with them or is refused.
     """
 
     def __init__(self, names: tuple[str, ...], index: PrefixIndex, by_address: Mapping[str, Pod]) -> None:
@@ -58,7 +58,7 @@ class ModelPods:
         self.names = names
         self.index = index
         self.by_address = by_address
-        self.facts: ModelFacts | None = None  # None until a decode pod has connected
+        self.facts: ModelFacts | None = None  # None until a pod that decides has connected
         self.prefill_table = PodTable()  # ready prefill pods
         self.decode_table = PodTable()
         self.prefill_pods: list[Pod] = []
@@ -75,6 +75,23 @@ class ModelPods:
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer that every ready decode pod can take; 0 if none is ready."""
         return min((pod.info.max_model_len for pod in self.ready_decode() if pod.info is not None), default=0)
+
+    @property
+    def can_pool(self) -> bool:
+        """True if a prompt could be pooled now."""
+        return any(pod.state is PodState.READY for pod in (*self.prefill_pods, *self.decode_pods))
+
+    @property
+    def max_pooled_len(self) -> int:
+        """Most tokens of a prompt that is pooled, which every pod that may compute it can take; 0 if none is ready."""
+        ready = [pod for pod in self.prefill_pods if pod.state is PodState.READY] or self.ready_decode()
+        return min((pod.info.max_model_len for pod in ready if pod.info is not None), default=0)
+
+    @property
+    def pooling(self) -> PoolingFacts:
+        """The tasks of the model, as a connected pod says; nothing but answers, if none is."""
+        infos = (pod.info for pod in (*self.decode_pods, *self.prefill_pods) if pod.fits and pod.info is not None)
+        return next((_pooling_of(info) for info in infos), PoolingFacts())
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -106,11 +123,25 @@ class ModelPods:
             return False
         return True
 
+    async def wait_until_pooling(self, timeout_s: float) -> bool:
+        """Wait for a pod that pools; False if there is none after `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.can_pool:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def explain(self) -> str:
-        """Why no request can be served, in one line for clients: it names no pod. Operators have /health."""
-        states = Counter(pod.state.value for pod in self.decode_pods)
-        counts = [f"{number} {state}" for state, number in sorted(states.items())]
-        return "no decode pod is ready: " + (", ".join(counts) or "none is known")
+        """Why nothing can be generated, in one line for clients: it names no pod. Operators have /health."""
+        if self.decode_pods or not self.can_pool:
+            return "no decode pod is ready: " + _counts(self.decode_pods)
+        return "no decode pod is known, so that nothing is generated; prompts can be pooled (/v1/embeddings and others)"
+
+    def explain_pooling(self) -> str:
+        """Why no prompt can be pooled."""
+        return "no pod is ready: " + _counts([*self.prefill_pods, *self.decode_pods])
 
     # --- for the Cluster ---
 
@@ -150,7 +181,7 @@ class ModelPods:
 
     def settle_facts(self) -> None:
         """Decides again what the pods must agree on."""
-        offered = [ModelFacts.of(info) for info in self._decode_infos()]
+        offered = [ModelFacts.of(info) for info in self._deciding_infos()]
         if offered and self.facts not in offered:
             self.facts = offered[0]
 
@@ -169,7 +200,19 @@ class ModelPods:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _decode_infos(self) -> Iterator[pods_pb2.PodInfo]:
-        for pod in self.decode_pods:
-            if pod.info is not None and pod.info.role == pods_pb2.POD_ROLE_DECODE:
+    def _deciding_infos(self) -> Iterator[pods_pb2.PodInfo]:
+        for pod in self.decode_pods or self.prefill_pods:
+            if pod.info is not None and pod.info.role == pod.role:
                 yield pod.info
+
+
+def _counts(pods: Sequence[Pod]) -> str:
+    states = Counter(pod.state.value for pod in pods)
+    return ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none is known"
+
+
+def _pooling_of(info: pods_pb2.PodInfo) -> PoolingFacts:
+    told = info.pooling
+    if not told.tasks:
+        return PoolingFacts()
+    return PoolingFacts(tasks=tuple(told.tasks), embedding_size=told.embedding_size, labels=tuple(told.labels))

@@ -25,11 +25,12 @@ from common.rpc.convert import adapter_name_to_pb
 from common.rpc.errors import error_from_pb, from_rpc_error
 from common.step_times import StepTimes
 from common.types import AdapterName
+from common.types.pooling import GENERATE
 from router.discovery import Role
 from router.placing.index import InvalidEventError, PrefixIndex
 from router.placing.policies import HeldAdapters, PodFacts
 from router.pods.adapters import ReportedAdapters
-from router.pods.canary import CanaryLoop, try_decode, try_prefill
+from router.pods.canary import CanaryLoop, try_decode, try_pool, try_prefill
 from router.pods.config import HealthConfig
 from router.pods.health import Outcome, PodHealth, Reason
 from router.pods.pod_engine import MAX_ENGINES, PodEngine, join_reports
@@ -119,6 +120,7 @@ class Pod:
         self._ever_tried = False
         self._serving = False
         self._prefill_stub: pods_pb2_grpc.PrefillAsyncStub | None = None
+        self._pooling_stub: pods_pb2_grpc.PoolingAsyncStub | None = None
         self._control_stub: pods_pb2_grpc.PodAsyncStub | None = None
         self._index = index
         self.known_engines = [self._new_engine(0)]  # all that it has had over its connections
@@ -232,13 +234,38 @@ class Pod:
         self._note_outcome(None, "prefill", cause)
         return response
 
+    async def pool(
+        self, request: pods_pb2.PoolRequest, timeout_s: float, cause: Cause, metadata: Metadata | None = None
+    ) -> pods_pb2.PoolResponse:
+        """Computes the numbers of a prompt. Otherwise as `prefill`."""
+        since = self.health.now()
+        try:
+            response = await self._pool(request, timeout_s, metadata)
+        except BatonError as error:
+            self._note_outcome(error, "prefill", cause, since)
+            raise
+        self._note_outcome(None, "prefill", cause)
+        return response
+
+    async def _pool(
+        self, request: pods_pb2.PoolRequest, timeout_s: float, metadata: Metadata | None = None
+    ) -> pods_pb2.PoolResponse:
+        stub = self._pooling_stub
+        if stub is None:
+            raise UnavailableError(f"{self.role_name} pod {self.address} is not connected")
+        return await self._call(stub.Pool(request, timeout=timeout_s, metadata=metadata))
+
     async def _prefill(
         self, request: pods_pb2.PrefillRequest, timeout_s: float, metadata: Metadata | None = None
     ) -> pods_pb2.PrefillResponse:
         if self._prefill_stub is None:
             raise UnavailableError(f"prefill pod {self.address} is not connected")
+        return await self._call(self._prefill_stub.Prefill(request, timeout=timeout_s, metadata=metadata))
+
+    async def _call(self, call: Awaitable[_Response]) -> _Response:
+        """Raises a BatonError."""
         try:
-            return await self._prefill_stub.Prefill(request, timeout=timeout_s, metadata=metadata)
+            return await call
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
@@ -285,14 +312,7 @@ class Pod:
     async def _control(self, call: Callable[[pods_pb2_grpc.PodAsyncStub], Awaitable[_Response]]) -> _Response:
         if self._control_stub is None:
             raise UnavailableError(f"{self.role_name} pod {self.address} is not connected")
-        try:
-            return await call(self._control_stub)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
-            raise UnavailableError("the connection was closed") from None  # `watch` has closed it while the call ran
+        return await self._call(call(self._control_stub))
 
     # --- health ---
 
@@ -318,7 +338,9 @@ class Pod:
 
     async def try_out(self, timeout_s: float) -> None:
         """See canary.Subject."""
-        if self.session is not None:
+        if self.info is not None and (tasks := self.info.pooling.tasks) and GENERATE not in tasks:
+            await try_pool(lambda request: self._pool(request, timeout_s), tasks)
+        elif self.session is not None:
             await try_decode(self.session, timeout_s)
         else:
             await try_prefill(lambda request: self._prefill(request, timeout_s))
@@ -399,6 +421,7 @@ class Pod:
         self.info = info
         self.pod_id = info.pod_id
         self._control_stub = control
+        self._pooling_stub = pods_pb2_grpc.PoolingStub(channel)
         if info.incarnation != self._invalid_incarnation:
             self.violation = ""
         for rank in range(len(self.known_engines), _num_engines(info)):
@@ -484,6 +507,7 @@ class Pod:
         self.info = None
         self.session = None
         self._prefill_stub = None
+        self._pooling_stub = None
         self._control_stub = None
         for engine in self.known_engines:
             engine.stats = None

@@ -17,6 +17,7 @@ MAX_TOOLS_BYTES = 512 * 2**10  # of all tools of a request, as JSON
 MAX_FIELD_VALUES = 2**16  # JSON values of all tools, of `documents`, of a message's tool calls: some 20 ms to read
 MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_CHARS = 512  # of each key and value
+MAX_POOLED_INPUTS = 2048  # inputs of an embedding and the like, documents of a ranking
 MAX_RULED_TOKENS = 2**18  # that biases, masks and bad words name, of all choices of a request that has several
 MAX_LOGPROB_VALUES = (
     2**19

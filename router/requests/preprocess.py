@@ -20,7 +20,15 @@ from common.errors import (
 )
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer, TooManyTokensError
-from common.types import AdapterName, BlockHash, ExtraKey, SamplingParams, hash_prompt, root_hash
+from common.types import (
+    NO_SAMPLING,
+    AdapterName,
+    BlockHash,
+    ExtraKey,
+    SamplingParams,
+    hash_prompt,
+    root_hash,
+)
 from common.types.validation import (
     SEED_LIMIT,
     settle_sampling,
@@ -40,6 +48,7 @@ from router.requests.request import (
     Draft,
     GenerationRequest,
     KVFailurePolicy,
+    PairPrompt,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -90,7 +99,9 @@ class Preprocessor:
         _check_draft(draft)
         priority = draft.terms.tenant.priority_of(draft.priority)
         kv_failure_policy = self._kv_failure_policy_of(draft)
-        model, max_model_len = self._model()
+        pooling = draft.pooling
+        model, max_model_len = self._model(pools=pooling is not None)
+        self._pods.pooling.check(pooling)
 
         started = time.monotonic()
         longest = self._longest(max_model_len)
@@ -106,12 +117,16 @@ class Preprocessor:
         has_no_output = _has_no_output(draft)
         if has_no_output:
             draft = replace(draft, max_tokens=1)
-        sampling = self._sampling(draft, model.vocab_size, room=max_model_len - len(token_ids))
+        if pooling is None:
+            sampling = self._sampling(draft, model.vocab_size, room=max_model_len - len(token_ids))
+        else:
+            sampling = NO_SAMPLING
+            self._pods.pooling.check_length(pooling, len(token_ids), param=draft.prompt_param)
         validate_prompt(
             token_ids,
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_tokens if pooling is None else 0,
             param=draft.prompt_param,
         )
         cache_salt, digest = _salt(draft), b"" if adapter is None else adapter.digest
@@ -127,6 +142,7 @@ class Preprocessor:
             prompt_token_ids=token_ids,
             block_hashes=hashes,
             sampling=sampling,
+            pooling=pooling,
             stops=draft.stops,
             cache_salt=cache_salt,
             adapter=adapter,
@@ -146,7 +162,7 @@ class Preprocessor:
     async def tokenize(self, prompt: Prompt, param: str, tenant: Tenant) -> list[int]:
         """Token ids of a tenant's prompt, which `param` names. Raises as `prepare` does if it is longer than the
         context."""
-        longest = self._longest(self._model()[1])
+        longest = self._longest(self._model(pools=None)[1])
         token_ids = await self._tokenize(prompt, param, longest, tenant, tenant.priority_of(0))
         _check_length(token_ids, longest, param)
         return token_ids
@@ -154,7 +170,7 @@ class Preprocessor:
     async def detokenize(self, token_ids: list[int], param: str, tenant: Tenant) -> str:
         """Text of token ids, special ones included. Raises InvalidRequestError for one outside the vocabulary, and as
         `tokenize` does."""
-        model, max_model_len = self._model()
+        model, max_model_len = self._model(pools=None)
         _check_length(token_ids, self._longest(max_model_len), param)
         validate_token_ids(token_ids, vocab_size=model.vocab_size, param=param)
         return await self._off_loop(self._tokenizer.decode_long, token_ids, tenant)
@@ -163,12 +179,16 @@ class Preprocessor:
         """The tokens as the vocabulary spells them."""
         return await self._off_loop(self._tokenizer.pieces, token_ids, tenant)
 
-    def _model(self) -> tuple[ModelFacts, int]:
-        """The served model and its context. Raises UnavailableError without a pod."""
-        model, max_model_len = self._pods.facts, self._pods.max_model_len
-        if model is None or not max_model_len:
-            raise UnavailableError(self._pods.explain())
-        return model, max_model_len
+    def _model(self, *, pools: bool | None) -> tuple[ModelFacts, int]:
+        """The served model and its context. `pools`: whether a prompt is pooled or generated from; None: neither.
+        Raises UnavailableError without a pod for that."""
+        pods = self._pods
+        max_model_len = pods.max_pooled_len if pools else pods.max_model_len
+        if pools is None:
+            max_model_len = max_model_len or pods.max_pooled_len
+        if pods.facts is None or not max_model_len:
+            raise UnavailableError(pods.explain_pooling() if pools else pods.explain())
+        return pods.facts, max_model_len
 
     def _longest(self, max_model_len: int) -> int:
         return min(max_model_len, self._max_prompt_tokens or max_model_len)
@@ -216,7 +236,11 @@ class Preprocessor:
             return encode()
         return await self._threads.run(Ticket(tenant, priority, prompt.size), encode)
 
-    def _encode(self, prompt: TextPrompt | ChatPrompt, param: str, max_model_len: int, is_cut: bool) -> list[int]:
+    def _encode(
+        self, prompt: TextPrompt | ChatPrompt | PairPrompt, param: str, max_model_len: int, is_cut: bool
+    ) -> list[int]:
+        if isinstance(prompt, PairPrompt):
+            return self._encode_pair(prompt, param, None if is_cut else max_model_len)
         if isinstance(prompt, TextPrompt):
             text, add_special_tokens = prompt.text, prompt.add_special_tokens
         else:
@@ -226,6 +250,14 @@ class Preprocessor:
                 text = self._tokenizer.end_of(text, max_model_len)
             max_tokens = None if is_cut else max_model_len
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        except TooManyTokensError as error:
+            raise PromptTooLongError(f"{param} {error}", param=param) from error
+        except UnicodeError as error:
+            raise InvalidRequestError(f"{param} is not valid Unicode text: {error}", param=param) from error
+
+    def _encode_pair(self, prompt: PairPrompt, param: str, max_tokens: int | None) -> list[int]:
+        try:
+            return self._tokenizer.encode_pair(prompt.first, prompt.second, max_tokens=max_tokens)
         except TooManyTokensError as error:
             raise PromptTooLongError(f"{param} {error}", param=param) from error
         except UnicodeError as error:
@@ -298,6 +330,8 @@ def _truncation(draft: Draft, longest: int) -> int | None:
     limit = draft.sampling.get("truncate_prompt_tokens")
     if limit is None or limit == 0:  # 0 is refused below
         return None
+    if draft.pooling is not None:
+        return longest if limit < 0 else int(limit)
     room = longest - max(1, draft.max_tokens or draft.default_max_tokens or 1)
     return max(1, room) if limit < 0 else int(limit)
 

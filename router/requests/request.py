@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from common.observability.tracing.context import TraceContext
-from common.types import AdapterName, ExtraKey, FinishReason, SamplingParams
+from common.types import AdapterName, ExtraKey, FinishReason, PoolingParams, SamplingParams
 from router.requests.terms import Terms
 
 KVFailurePolicy = Literal["recompute", "fail"]
@@ -59,7 +59,20 @@ class ChatPrompt:
         return self.num_chars + _CHARS_PER_MESSAGE * len(self.messages)
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
+@dataclass(frozen=True, slots=True)
+class PairPrompt:
+    """Two texts that a classifier sees together."""
+
+    first: str
+    second: str
+
+    @property
+    def size(self) -> int:
+        """Characters: how long it takes to tokenise."""
+        return len(self.first) + len(self.second)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +87,7 @@ class Draft:
     max_tokens: int | None  # None: the model's default, else default_max_tokens
     default_max_tokens: int | None  # None: what is left of the context
     seed: int | None  # None: random
+    pooling: PoolingParams | None = None  # what is wanted of the prompt instead of an answer
     stops: tuple[str, ...] = ()
     cache_salt: str = ""
     extra_keys: tuple[ExtraKey, ...] = ()  # of the tokenised prompt
@@ -119,13 +133,14 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One generation, valid and ready to be dispatched."""
+    """One generation, or one prompt that is pooled, valid and ready to be dispatched."""
 
     request_id: str  # as the client knows it
     model_id: int  # see ServedModel
     prompt_token_ids: list[int]
     block_hashes: bytes  # 16 bytes per full block of the prompt, in order
     sampling: SamplingParams
+    pooling: PoolingParams | None = None  # None: it is a generation
     stops: tuple[str, ...]
     cache_salt: str
     adapter: AdapterName | None = None  # as it was when the request came; None: the model alone
@@ -164,4 +179,6 @@ class GenerationRequest:
         digest.update(self.adapter_digest)
         digest.update(msgspec.msgpack.encode(self.extra_keys))
         digest.update(msgspec.msgpack.encode(msgspec.structs.replace(self.sampling, seed=None)))
+        if self.pooling is not None:
+            digest.update(msgspec.msgpack.encode(self.pooling))
         return digest.digest()

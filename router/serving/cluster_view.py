@@ -123,7 +123,8 @@ def view_of_cluster(
         at_s=now,
         num_under_way=num_under_way,
         models=[
-            ClusterModel(model.name, model.dispatcher.unavailable_reason, model.gate.num_waiting) for model in models
+            ClusterModel(model.name, model.unavailable_reason, sum(gate.num_waiting for gate in model.gates))
+            for model in models
         ],
         pods=[_pod(pod) for pod in pods],
         handoffs=_handoffs(timelines.newest_first(), now),
@@ -224,7 +225,7 @@ def _handoffs(timelines: Iterable[Timeline], now: float) -> list[ClusterHandoffs
     recent: Counter[tuple[str, str]] = Counter()
     for timeline in timelines:
         pair = timeline.pods
-        if not pair[0]:
+        if not all(pair):
             continue
         if not timeline.is_over:
             running[pair] += 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from common.errors import UnavailableError
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
-from common.types import AdapterName
+from common.types import AdapterName, PoolingFacts
 from router.admission.admission import Admission
 from router.admission.gate import Gate
+from router.admission.room import Room
 from router.dispatching.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
 from router.pods import ModelPods
@@ -26,6 +28,22 @@ class ModelSource(NamedTuple):
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
     parsing: ReplyParsing
+
+
+class PoolingPods:
+    """The pods as the gate of prompts that are pooled sees them."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def room(self) -> Room:
+        """See gate.Pods."""
+        return self._dispatcher.pooling_room()
+
+    @property
+    def unavailable_reason(self) -> str:
+        """See gate.Pods."""
+        return self._dispatcher.pooling_unavailable_reason
 
 
 class ServedModel:
@@ -66,18 +84,48 @@ class ServedModel:
             metrics.queues.of(self.name),
             pod_wait_s=config.survival.pod_wait_s,
         )
-        pods.prefill_table.on_change(self.gate.wake)
-        pods.decode_table.on_change(self.gate.wake)
+        self.pooling_gate = Gate(
+            Admission(config.admission),
+            PoolingPods(self.dispatcher),
+            metrics.queues.of(self.name),
+            pod_wait_s=config.survival.pod_wait_s,
+        )
+        pods.prefill_table.on_change(self.wake_gates)
+        pods.decode_table.on_change(self.wake_gates)
+
+    @property
+    def gates(self) -> tuple[Gate, Gate]:
+        """The gates of generations and of prompts that are pooled, which do not wait for each other."""
+        return self.gate, self.pooling_gate
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and answer; 0 while no decode pod is ready."""
-        return self.pods.max_model_len
+        """Most tokens of prompt and answer; of a prompt where nothing is generated; 0 while no pod is ready."""
+        return self.pods.max_model_len or self.pods.max_pooled_len
+
+    @property
+    def pooling_facts(self) -> PoolingFacts:
+        """The tasks of the model. Raises UnavailableError without a pod that says so."""
+        if not self.pods.can_pool:
+            raise UnavailableError(self.pods.explain_pooling())
+        return self.pods.pooling
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request for it can be served now; empty: one can, if only a prompt that is pooled where there are no
+        decode pods."""
+        reason = self.dispatcher.unavailable_reason
+        return "" if not self.pods.decode_pods and self.pods.can_pool else reason
 
     @property
     def fingerprint(self) -> bytes:
         """The model's fingerprint; empty until a pod has told it."""
         return b"" if self.pods.facts is None else self.pods.facts.fingerprint
+
+    def wake_gates(self) -> None:
+        """There may be room now. See Gate."""
+        self.gate.wake()
+        self.pooling_gate.wake()
 
     async def prepare(self, draft: Draft, adapter: AdapterName | None = None) -> GenerationRequest:
         """Raises as Preprocessor.prepare does. A pod that has just started gets its adapters, for which this waits."""

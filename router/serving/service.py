@@ -11,14 +11,27 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
-from common.errors import BatonError, ErrorCode, InvalidRequestError, UnavailableError, UnknownModelError, quoted
+from common.errors import (
+    BatonError,
+    ErrorCode,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    UnattainableError,
+    UnavailableError,
+    UnknownModelError,
+    quoted,
+)
 from common.types import AdapterName, FinishReason
 from router.admission.admission import Outlook
 from router.admission.appraisal import appraise, longest_of, unplanned_ticket
+from router.admission.forecast import forecast
+from router.admission.limits import Limits
 from router.dispatching.batch import Batch
 from router.dispatching.drain import DrainWatch
 from router.dispatching.generation import Generation
 from router.dispatching.kept import ResumableStreams
+from router.dispatching.pooling import PoolingRun
 from router.dispatching.text_generation import TextGeneration
 from router.fairness.queue import Ticket
 from router.fairness.tenant import Tenant
@@ -104,6 +117,7 @@ class InferenceService:
         self._leaving = DrainWatch(cluster, config.survival.migrate_on_drain_s, self._running.values())
         cluster.on_change(self._leaving.look)
         self._batches: dict[_RunningId, Batch] = {}  # batch of each running generation
+        self._pooling: dict[_RunningId, PoolingRun] = {}  # includes those that wait for their turn
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -115,7 +129,7 @@ class InferenceService:
             return _SHUTTING_DOWN
         if not self.models:
             return "no model is served"
-        reasons = [model.dispatcher.unavailable_reason for model in self.models]
+        reasons = [model.unavailable_reason for model in self.models]
         if not all(reasons):
             return ""
         if len(reasons) == 1:
@@ -156,8 +170,8 @@ class InferenceService:
 
     @property
     def num_under_way(self) -> int:
-        """Generations that run or wait for their turn."""
-        return len(self._running)
+        """Generations, and requests that pool, that run or wait for their turn."""
+        return len(self._running) + len(self._pooling)
 
     def cluster_view(self) -> ClusterView:
         """The cluster as this process sees it."""
@@ -192,7 +206,8 @@ class InferenceService:
         fail, as their pods serve this one from now on."""
         for model in self._models_by_id.values():
             if set(model.names) & set(source.names):
-                model.gate.fail_all(UnavailableError(f"the model {model.name} was replaced"))
+                for gate in model.gates:
+                    gate.fail_all(UnavailableError(f"the model {model.name} was replaced"))
         self._serve(source, self.cluster.add_model(source.names))
         logger.info("the model %s was added: %s", ", ".join(source.names), source.location)
 
@@ -241,6 +256,33 @@ class InferenceService:
                 yield Run([TextGeneration(generation, model.tokenizer) for generation in generations], waited_s)
 
     @asynccontextmanager
+    async def pool(
+        self, requests: Sequence[GenerationRequest], at_once: int
+    ) -> AsyncIterator[tuple[PoolingRun, float]]:
+        """Begins to pool prompts of one request when it is its turn, `at_once` of them at a time; leaving the context
+        ends what is left. Gives the run, and the seconds in the queue. Raises as `run` does."""
+        first = requests[0]
+        self._check_running([first])
+        model = self.model_of(first)
+        ticket, outlook = _appraise_pooling(requests, model, at_once)
+        run = PoolingRun(requests, model.dispatcher, self.metrics, ticket)
+        serial = self.timelines.keep(run.timeline)
+        self._pooling[_running_id(first)] = run
+        self._idle.clear()
+        try:
+            async with model.pooling_gate.admitted(ticket, outlook, run.start) as waited_s:
+                yield run, waited_s
+        except (OverloadedError, UnattainableError):
+            if not run.is_started:
+                self.timelines.drop(serial)  # its client was told why
+            raise
+        finally:
+            await run.close()
+            self.tracing.export([first], [run.timeline])
+            del self._pooling[_running_id(first)]
+            self._note_idle()
+
+    @asynccontextmanager
     async def counted_errors(self) -> AsyncIterator[None]:
         """Counts the error that a request fails with. A client that goes away is counted by its generation."""
         try:
@@ -259,6 +301,10 @@ class InferenceService:
     def abort(self, request_id: str, tenant: Tenant) -> bool:
         """End a running request of this tenant, or one of its choices; its front gets what there is, with
         FinishReason.ABORT. False: there is none."""
+        if (run := self._pooling.get((tenant.name, request_id))) is not None:
+            run.fail(RequestCancelledError("the request was aborted"))
+            self.model_of(run.requests[0]).pooling_gate.withdraw(run.ticket)
+            return True
         batch = self._batches.get((tenant.name, request_id))
         if batch is not None:
             generations: Sequence[Generation] = [self._running[tenant.name, request_id]]
@@ -285,10 +331,12 @@ class InferenceService:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            for model in self._models_by_id.values():
-                model.gate.fail_all(UnavailableError(_SHUTTING_DOWN))
+            for gate in [gate for model in self._models_by_id.values() for gate in model.gates]:
+                gate.fail_all(UnavailableError(_SHUTTING_DOWN))
             for generation in list(self._running.values()):
                 generation.fail(UnavailableError(_SHUTTING_DOWN))
+            for run in list(self._pooling.values()):
+                run.fail(UnavailableError(_SHUTTING_DOWN))
 
     def close(self) -> None:
         """Release threads and timers. Idempotent."""
@@ -314,16 +362,19 @@ class InferenceService:
 
     def _wake_gates(self) -> None:
         for model in self._models_by_id.values():
-            model.gate.wake()
+            model.wake_gates()
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
-        if self._draining:
-            raise UnavailableError(_SHUTTING_DOWN)
+        self._check_running(requests)
         limit = self.config.admission.max_inflight
         if len(requests) > limit:
             raise InvalidRequestError(f"{len(requests)} generations at once are more than max_inflight, {limit}")
+
+    def _check_running(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._draining:
+            raise UnavailableError(_SHUTTING_DOWN)
         for request in requests:
-            if _running_id(request) in self._running:
+            if _running_id(request) in self._running or _running_id(request) in self._pooling:
                 raise InvalidRequestError(f"request_id {request.request_id} is running", param="request_id")
 
     @contextmanager
@@ -337,8 +388,11 @@ class InferenceService:
         finally:
             for running_id in ids:
                 del self._running[running_id], self._batches[running_id]
-            if not self._running:
-                self._idle.set()
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.num_under_way:
+            self._idle.set()
 
 
 def _running_id(request: GenerationRequest) -> _RunningId:
@@ -356,6 +410,19 @@ def _appraise(requests: Sequence[GenerationRequest], model: ServedModel) -> tupl
         plan = dispatcher.plan(longest_of(requests))
     ticket, outlook = appraise(requests, plan, dispatcher.estimates, has_prefill_pods=dispatcher.sends_prompts_away)
     return ticket, outlook, plan
+
+
+def _appraise_pooling(
+    requests: Sequence[GenerationRequest], model: ServedModel, at_once: int
+) -> tuple[Ticket, Outlook]:
+    """A request that pools takes as many places as prompts of it are under way at once."""
+    dispatcher, first = model.dispatcher, requests[0]
+    ticket = unplanned_ticket(requests)
+    ticket.num_requests = min(at_once, len(requests))
+    ticket.cost = float(sum(len(request.prompt_token_ids) for request in requests))
+    plan = dispatcher.plan_pooling(longest_of(requests))
+    limits = Limits(first.deadline - first.arrived_at)
+    return ticket, Outlook(limits, forecast(plan, dispatcher.estimates), 0.0)
 
 
 def _dispatch(batch: Batch, model: ServedModel) -> None:

@@ -92,7 +92,8 @@ class Attempt:
     )
 
     def __init__(self, number: int, decode: str, prefill: str, reason: str, route_s: float, now: float) -> None:
-        """`prefill` is empty if the decode pod computes the prompt. `route_s`: seconds that the decision took."""
+        """`prefill` is empty if the decode pod computes the prompt, `decode` if that is pooled. `route_s`: seconds that
+        the decision took."""
         self.number = number
         self.decode = decode
         self.prefill = prefill
@@ -111,7 +112,8 @@ class Attempt:
         if self.prefill:
             ended = self.prefilled_at or (failed_prefill.at if failed_prefill is not None else self.ended_at)
             yield Leg(self.number, "prefill", self.prefill, self.sent_at, ended, _reason(failed_prefill))
-        yield Leg(self.number, "decode", self.decode, self.sent_at, self.ended_at, _reason(lost_decode))
+        if self.decode:
+            yield Leg(self.number, "decode", self.decode, self.sent_at, self.ended_at, _reason(lost_decode))
 
     def phases(self, end: float) -> Iterator[Phase]:
         """Its parts; times are those of the clock. `end`: of the request, or now."""

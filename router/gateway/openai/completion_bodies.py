@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from common.errors import InvalidRequestError
 from router.gateway.bodies.decoding import request_errors
 from router.gateway.bodies.fields import REFUSED_BY_BOTH, REFUSED_BY_COMPLETIONS, RefusedFields, with_fields
 from router.gateway.bodies.generation_body import GenerationBody
+from router.gateway.bodies.prompts import Prompts, num_prompts, read_prompts
 from router.replies.reply import ReplyOptions
-from router.requests.request import STRUCTURED, Draft, Prompt, TextPrompt, TokenPrompt
+from router.requests.request import STRUCTURED, Draft, Prompt
 from router.requests.terms import Terms
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy API has it
@@ -32,7 +32,7 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
     ELSEWHERE: ClassVar[Mapping[str, str]] = {"messages": "/v1/chat/completions"}  # fields of the other endpoint
 
     prompt: Annotated[
-        str | list[str | int | list[int]],
+        Prompts,
         Meta(description="A text, token ids, or a list of either: one answer each, or n."),
     ]
     echo: Annotated[
@@ -51,25 +51,11 @@ class CompletionBody(_CompletionFields, kw_only=True, forbid_unknown_fields=True
     @property
     def num_prompts(self) -> int:
         """How many `prompts` there will be; costs nothing."""
-        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
-            return 1
-        return len(self.prompt)
+        return num_prompts(self.prompt)
 
     def prompts(self) -> list[Prompt]:
         """One or many: a text, token ids, a list of texts, a list of lists of token ids."""
-        special = self.add_special_tokens is not False
-        if isinstance(self.prompt, str):
-            return [TextPrompt(self.prompt, special)]
-        if not self.prompt:
-            raise InvalidRequestError("prompt is empty", param="prompt")
-        if all(isinstance(each, int) for each in self.prompt):
-            return [TokenPrompt([each for each in self.prompt if isinstance(each, int)])]
-        prompts: list[Prompt] = []
-        for each in self.prompt:
-            if isinstance(each, int) or type(each) is not type(self.prompt[0]):
-                raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
-            prompts.append(TextPrompt(each, special) if isinstance(each, str) else TokenPrompt(each))
-        return prompts
+        return read_prompts(self.prompt, "prompt", add_special_tokens=self.add_special_tokens is not False)
 
     def drafts(self, request_id: str, arrived_at: float, terms: Terms) -> list[Draft]:
         """One draft per prompt."""

@@ -214,6 +214,14 @@ def test_threads_spin_only_on_cores_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert pod_environment({"OMP_WAIT_POLICY": "PASSIVE"}, 2)["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_a_cluster_that_only_pools_hands_nothing_over_and_is_asked_for_an_embedding() -> None:
+    planned = plan(ClusterConfig(prefill=2, decode=0))
+    assert [option(pod.command, "--connector") for pod in planned.pods] == [["none"]] * 2
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "baton-demo", generates=False))
+    assert "http://127.0.0.1:8000/v1/embeddings" in words
+    assert set(json.loads(words[-1])) == {"model", "input"}
+
+
 def test_the_curl_line_is_shell_and_json() -> None:
     words = shlex.split(curl_line("http://127.0.0.1:8000", "baton-demo"))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/completions"]
@@ -253,7 +261,8 @@ def test_no_other_launcher_picks_a_port_that_waits_for_its_pod(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--decode", "0"], "--decode: must be >= 1, got 0"),
+        (["--decode", "-1"], "--decode: must be >= 0, got -1"),
+        (["--prefill", "0", "--decode", "0"], "--decode: 0, and --prefill 0 as well: there would be no pod"),
         (["--prefill", "65"], "--prefill: must be <= 64, got 65"),
         (["--port", "7", "--grpc-port", "7"], "--grpc-port: must differ from --port"),
         (["--block-size", "0"], "--block-size: must be >= 1, got 0"),

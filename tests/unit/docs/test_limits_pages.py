@@ -98,6 +98,7 @@ FIELDS: dict[str, list[float | str]] = {
     "logprobs, top_logprobs, prompt_logprobs": [MAX_LOGPROBS],
     "n or best_of with use_beam_search": ["MAX_BEAMS", MAX_LOGPROBS],
     "length_penalty": [beam_options._LENGTH_PENALTIES.low, beam_options._LENGTH_PENALTIES.high],
+    "input, documents, text_1, text_2": ["MAX_POOLED_INPUTS"],
     "tokens of logit_bias, allowed_token_ids and bad_words together, with several choices": ["MAX_RULED_TOKENS"],
     "log probabilities of an answer with several choices": ["MAX_LOGPROB_VALUES", 1],
     "log probabilities of prompts, also by echo with logprobs": ["MAX_LOGPROB_VALUES", 1],

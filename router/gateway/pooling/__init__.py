@@ -1,0 +1,1 @@
+"""Embeddings, classifications, scores and rankings: what is computed of prompts instead of answers."""
