@@ -23,6 +23,7 @@ from baton.requests import (
     chat_request,
     models_of,
     piece_of,
+    pooling_input,
     text_request,
     timeout_of,
 )
@@ -97,6 +98,28 @@ class Client:
     ) -> Iterator[Piece]:
         """Yields the answer of `chat` piece by piece. Leaving the iteration aborts the request."""
         return self._stream(chat_request(messages, params, **request), request)
+
+    def embed(
+        self, inputs: Sequence[Prompt], *, model: str = "", dimensions: int = 0, normalize: bool = True
+    ) -> list[list[float]]:
+        """Returns an embedding of each text, or of token ids. `dimensions`: so many leading numbers; 0: all."""
+        message = inference_pb2.EmbedRequest(
+            model=model, inputs=map(pooling_input, inputs), dimensions=dimensions, normalize=normalize
+        )
+        reply = self._call(lambda stub: stub.Embed, message)
+        return [list(each.values) for each in reply.embeddings]
+
+    def classify(self, inputs: Sequence[Prompt], *, model: str = "") -> list[dict[str, float]]:
+        """Returns the probability of each label for each text, or for token ids."""
+        message = inference_pb2.ClassifyRequest(model=model, inputs=map(pooling_input, inputs))
+        reply = self._call(lambda stub: stub.Classify, message)
+        return [dict(zip(reply.labels, each.probabilities, strict=True)) for each in reply.results]
+
+    def score(self, query: str, documents: Sequence[str], *, model: str = "") -> list[float]:
+        """Returns how well each document fits the query; more is better."""
+        message = inference_pb2.ScoreRequest(model=model, queries=[query], documents=documents)
+        reply = self._call(lambda stub: stub.Score, message)
+        return list(reply.scores)
 
     def abort(self, request_id: str) -> bool:
         """Aborts a running request, whose caller gets the answer so far. Returns False if no router runs it."""

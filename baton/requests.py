@@ -26,6 +26,13 @@ _TERM_FIELDS = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
 _OPTION_FIELDS = frozenset(inference_pb2.GenerateOptions.DESCRIPTOR.fields_by_name)
 
 
+def pooling_input(prompt: Prompt) -> inference_pb2.PoolingInput:
+    """A text, or its tokens, as a message."""
+    if isinstance(prompt, str):
+        return inference_pb2.PoolingInput(text=prompt)
+    return inference_pb2.PoolingInput(tokens=inference_pb2.TokenPrompt(token_ids=prompt))
+
+
 class Options(TypedDict, total=False):
     """Sampling parameters given one by one; omitted ones take the served model's defaults. See docs/api.md."""
 

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import BatonError, ConflictError, InvalidRequestError, UnavailableError
 from common.pb import common_pb2, pods_pb2, pods_pb2_grpc
@@ -23,6 +25,9 @@ from common.rpc.server import RpcServer
 Reply = Callable[[common_pb2.EngineRequest], Sequence[int]]
 """All output tokens of a request, from index 0 on. Shorter than max_tokens: the last one ends the generation."""
 
+_EMBEDDING_SIZE = 4
+_LABELS = ("left", "right")
+
 _incarnations = itertools.count(1)
 
 
@@ -30,6 +35,11 @@ def counting_reply(request: common_pb2.EngineRequest) -> Sequence[int]:
     """Counts on from the last prompt token: as many tokens as allowed, each the one before plus one; all below 1024."""
     start = request.prompt_token_ids[-1] + 1
     return [(start + index) % 1000 + 24 for index in range(request.sampling.max_tokens)]
+
+
+def fake_numbers(token_ids: Sequence[int], size: int) -> NDArray[np.float32]:
+    """The numbers that fake pods compute of a prompt."""
+    return (sum(token_ids) % 97 + np.arange(size)).astype("<f4")
 
 
 def fixed_reply(token_ids: Sequence[int]) -> Reply:
@@ -55,8 +65,16 @@ class FakePod:
         max_model_len: int = 4096,
         connector: str = "fake",
         model_name: str = "fake",
+        pooling: Sequence[str] = (),
     ) -> None:
+        """`pooling`: tasks of its model, of which "generate" is one; empty: it generates only."""
         self.reply = reply
+        self.numbers = fake_numbers
+        self.pooled: list[pods_pb2.PoolRequest] = []
+        self.pooling_failure: BatonError | None = None  # raised for each prompt that is pooled if set
+        self.num_cancelled = 0
+        self.may_answer = asyncio.Event()  # calls, not requests of a session
+        self.may_answer.set()
         self.num_cached_tokens = 0  # reported for each request
         self.profiles: list[pods_pb2.ProfileRequest] = []
         self.profile_events: list[pods_pb2.ProfileEvent] = []  # the answer
@@ -82,6 +100,10 @@ class FakePod:
             connector=connector,
             version="fake",
         )
+        if pooling:
+            self.info.pooling.CopyFrom(
+                pods_pb2.PoolingInfo(tasks=pooling, embedding_size=_EMBEDDING_SIZE, labels=_LABELS)
+            )
         self._port = port
         self._server: RpcServer | None = None
         self._changed = asyncio.Condition()
@@ -121,7 +143,8 @@ class FakePod:
 
     async def start(self) -> None:
         """Listen and be healthy."""
-        self._server = RpcServer("127.0.0.1", self._port, ["baton.v1.Pod", self.service_name])
+        self._server = RpcServer("127.0.0.1", self._port, ["baton.v1.Pod", "baton.v1.Pooling", self.service_name])
+        pods_pb2_grpc.add_PoolingServicer_to_server(_PoolingServicer(self), self._server.grpc_server)
         pods_pb2_grpc.add_PodServicer_to_server(_PodServicer(self), self._server.grpc_server)
         self.add_service(self._server.grpc_server)
         await self._server.start()
@@ -155,10 +178,7 @@ class FakePrefillPod(FakePod):
     def __init__(self, reply: Reply = counting_reply, **facts: Any) -> None:
         super().__init__(reply, **facts)
         self.prefills: list[pods_pb2.PrefillRequest] = []
-        self.num_cancelled = 0
         self.failure: BatonError | None = None  # raised for each request if set
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
 
     def add_service(self, server: grpc.aio.Server) -> None:
         """See FakePod."""
@@ -333,6 +353,36 @@ class _PodServicer(pods_pb2_grpc.PodServicer):
         self._pod.profiles.append(request)
         for event in self._pod.profile_events:
             yield event
+
+
+class _PoolingServicer(pods_pb2_grpc.PoolingServicer):
+    def __init__(self, pod: FakePod) -> None:
+        self._pod = pod
+
+    async def Pool(  # noqa: N802
+        self, request: pods_pb2.PoolRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pods_pb2.PoolResponse:
+        pod = self._pod
+        pod.pooled.append(request)
+        await pod.changed()
+        try:
+            await pod.may_answer.wait()
+        except asyncio.CancelledError:
+            pod.num_cancelled += 1
+            await pod.changed()
+            raise
+        async with rpc_errors(context):
+            if pod.pooling_failure is not None:
+                raise pod.pooling_failure
+        pooling, token_ids = request.request.pooling, list(request.request.prompt_token_ids)
+        is_embedding = pooling.task in (common_pb2.POOLING_TASK_EMBED, common_pb2.POOLING_TASK_TOKEN_EMBED)
+        size = (pooling.dimensions or _EMBEDDING_SIZE) if is_embedding else len(_LABELS)
+        if pooling.task in (common_pb2.POOLING_TASK_EMBED, common_pb2.POOLING_TASK_CLASSIFY):
+            rows = [pod.numbers(token_ids, size)]
+        else:
+            rows = [pod.numbers(token_ids[: end + 1], size) for end in range(len(token_ids))]
+        values = b"".join(row.tobytes() for row in rows)
+        return pods_pb2.PoolResponse(values=values, row_size=size, num_cached_tokens=pod.num_cached_tokens)
 
 
 class _PrefillServicer(pods_pb2_grpc.PrefillServicer):

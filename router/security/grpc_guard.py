@@ -19,7 +19,8 @@ from router.security.access import AccessControl
 OPEN_SERVICES = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 
 COUNTED_METHODS = frozenset(
-    f"/baton.v1.Inference/{name}" for name in ("Generate", "GenerateStream", "Tokenize", "Detokenize", "Explain")
+    f"/baton.v1.Inference/{name}"
+    for name in ("Generate", "GenerateStream", "Embed", "Classify", "Score", "Tokenize", "Detokenize", "Explain")
 )  # against quotas
 
 _tenant: ContextVar[Tenant] = ContextVar("tenant")  # no default: a call without the interceptor fails

@@ -15,6 +15,8 @@ import openai
 import pytest
 import torch
 
+from baton import AsyncClient
+from common.errors import InvalidRequestError
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster, with_tokenizer
 from tests.pooling_models import class_logits, classifier_dir, embedding, embedding_model_dir
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
@@ -141,6 +143,31 @@ async def test_cross_encoders_score_pairs(num_labels: int, tmp_path: Path) -> No
         order = expected.argsort(descending=True)[:2].tolist()
         assert [entry["index"] for entry in ranked["results"]] == order
         assert ranked["results"][0]["document"] == {"text": TEXTS[order[0]]}
+
+
+async def test_the_client_for_grpc(tmp_path: Path) -> None:
+    base = tiny_model_dir("qwen3")
+    prompt = prompt_of(30)
+    async with (
+        serving(tmp_path / "embedding", base) as (cluster, _),
+        AsyncClient(cluster.router.grpc_address) as client,
+    ):
+        whole, short = await client.embed([prompt, "Paris"]), await client.embed([prompt], dimensions=8)
+        assert_close(whole[0], embedding(base, prompt))
+        assert_close(whole[1], embedding(base, token_ids(cluster, "Paris")))
+        assert len(short[0]) == 8
+        vectors = torch.stack([embedding(base, token_ids(cluster, text)) for text in ("Paris", "Rome")])
+        assert_close(await client.score("Paris", ["Rome"]), (vectors[0] @ vectors[1])[None])
+        with pytest.raises(InvalidRequestError, match="classification head"):
+            await client.classify(["Paris"])
+        with pytest.raises(InvalidRequestError) as refused:
+            await client.embed([prompt], dimensions=49)
+        assert refused.value.param == "dimensions"
+    model = classifier_dir()
+    async with serving(tmp_path / "classes", model) as (cluster, _), AsyncClient(cluster.router.grpc_address) as client:
+        (found,) = await client.classify([prompt])
+        assert list(found) == ["sad", "glad", "neither"]
+        assert_close(list(found.values()), class_logits(model, prompt).softmax(dim=0))
 
 
 async def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:

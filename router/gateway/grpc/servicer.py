@@ -17,6 +17,7 @@ from common.rpc.convert import finish_reason_to_pb
 from common.rpc.errors import rpc_errors
 from common.types import FinishReason
 from router.dispatching.kept import Running, StreamKey
+from router.dispatching.pooling import PoolingRun
 from router.dispatching.text_generation import TextDelta, TextGeneration
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
@@ -35,6 +36,7 @@ from router.gateway.answering.explain import explain
 from router.gateway.answering.resume import Stream, begin, digest_of_bytes, parse_event_id
 from router.gateway.bodies.field_names import GRPC_NAMES
 from router.gateway.bodies.structured import errors_of_constraint
+from router.gateway.grpc import pooling
 from router.gateway.grpc.drafts import asked_for, beams_of, draft_of, prompt_of, reply_options
 from router.replies.reply import Call, Reasoning, ReplyOptions, ReplyParser, Text
 from router.requests.request import STRUCTURED, Draft, GenerationRequest, SpeculationCounts
@@ -141,6 +143,41 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await together([pump(index, each) for index, each in enumerate(job.generations)])
             except TimeoutError as error:
                 raise DeadlineExceededError("the client stopped reading its answer") from error
+
+    async def Embed(  # noqa: N802
+        self,
+        request: inference_pb2.EmbedRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.EmbedRequest, inference_pb2.EmbedResponse],
+    ) -> inference_pb2.EmbedResponse:
+        """Embeddings of texts."""
+        async with self._errors(context, "Embed") as record:
+            return await pooling.embeddings(await self._pool(request, context, record), tenant_of_call())
+
+    async def Classify(  # noqa: N802
+        self,
+        request: inference_pb2.ClassifyRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.ClassifyRequest, inference_pb2.ClassifyResponse],
+    ) -> inference_pb2.ClassifyResponse:
+        """Probabilities of labels."""
+        async with self._errors(context, "Classify") as record:
+            return pooling.classes(await self._pool(request, context, record))
+
+    async def Score(  # noqa: N802
+        self,
+        request: inference_pb2.ScoreRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.ScoreRequest, inference_pb2.ScoreResponse],
+    ) -> inference_pb2.ScoreResponse:
+        """Scores of pairs of texts."""
+        async with self._errors(context, "Score") as record:
+            return pooling.scores(await self._pool(request, context, record))
+
+    async def _pool(self, message: pooling.PoolingRequest, context: _AnyContext, record: AccessRecord) -> pooling.Found:
+        async def note_start(run: PoolingRun, waited_s: float) -> None:
+            record.request_id, record.timeline = run.request_id, run.timeline
+            release_message()
+            await context.send_initial_metadata(((QUEUED_HEADER, f"{waited_s * 1000:.0f}"),))
+
+        return await pooling.pool(self._service, self._access, message, self._terms(context), note_start)
 
     async def Abort(  # noqa: N802
         self,

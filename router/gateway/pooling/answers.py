@@ -44,7 +44,7 @@ class PooledData(AnswerStruct):
 
     object: Literal["pooling"]
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[float | list[float]] | str
 
 
 class PooledList(AnswerStruct):
