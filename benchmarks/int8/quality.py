@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from tokenizers import Tokenizer
 
-from common.engine.config import DType, ModelConfig
+from common.engine.config import DType, KVCacheDType, ModelConfig
 from common.engine.devices.attention import AttentionMetadata, ProjectionAttention
 from common.engine.llm import LLM
 from common.engine.model.loader import LoadedModel, load_model
@@ -28,11 +28,13 @@ class Weights(NamedTuple):
 
     dtype: DType
     quantization: str | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
 
     @property
     def name(self) -> str:
         """In words."""
-        return f"{self.dtype}, {self.quantization}" if self.quantization else self.dtype
+        kv = None if self.kv_cache_dtype == "auto" else f"{self.kv_cache_dtype} KV"
+        return ", ".join(filter(None, (self.dtype, self.quantization, kv)))
 
 
 class Quality(NamedTuple):
@@ -85,7 +87,7 @@ def measure_quality(model: Path, texts: Sequence[Sequence[int]], kinds: Sequence
 
 def _predictor(model: Path, weights: Weights) -> Callable[[Sequence[int]], torch.Tensor]:
     config = ModelConfig(model=str(model), device="cpu", dtype=weights.dtype, quantization=weights.quantization)
-    loaded = load_model(config)
+    loaded = load_model(config, kv_cache_dtype=weights.kv_cache_dtype)
 
     def predict(tokens: Sequence[int]) -> torch.Tensor:
         return _logits(loaded, tokens)
@@ -98,7 +100,8 @@ def _logits(loaded: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     assert loaded.decoder is not None
     num_tokens = len(tokens)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
-    kv_cache = torch.zeros((1 + num_blocks, *loaded.kv_spec.block_shape(_BLOCK_SIZE)), dtype=loaded.kv_spec.dtype)
+    spec = loaded.kv_spec
+    kv_cache = torch.zeros((1 + num_blocks, *spec.block_shape(_BLOCK_SIZE)), dtype=spec.cache_dtype)
     found = loaded.device.attention(kv_cache, loaded.kernels, loaded.dtype)
     attention = cast("ProjectionAttention", found)  # as it is fused
     positions = torch.arange(num_tokens)
@@ -126,5 +129,5 @@ def _loss(logits: Sequence[torch.Tensor], texts: Sequence[Sequence[int]]) -> flo
 def _continuations(model: Path, weights: Weights, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     prompts = [list(tokens[:_PREFIX]) for tokens in texts[:_NUM_PREFIXES]]
     params = SamplingParams(temperature=0.0, max_tokens=_CONTINUATION, ignore_eos=True)
-    with LLM(model, device="cpu", dtype=weights.dtype, quantization=weights.quantization, num_blocks=1000) as llm:
+    with LLM(model, device="cpu", num_blocks=1000, **weights._asdict()) as llm:
         return [each.token_ids for each in llm.generate(prompts, params, use_tqdm=False)]

@@ -15,6 +15,7 @@ from common.engine.devices.cpu.kernels.attention import (
     decode_kernel,
     fused_decode_kernel,
     prepare_kernel,
+    store_kernel,
 )
 from common.engine.devices.cpu.kernels.chunk_attention import (
     can_attend_chunks,
@@ -50,6 +51,7 @@ class CpuAttention(TorchAttention):
         self._decode: list[Call | None] = [None] * num_layers
         self._fused: list[Call | None] = [None] * num_layers
         self._prepare: list[Call | None] = [None] * num_layers
+        self._store: list[Call | None] = [None] * num_layers
         self._chunk: list[Call | None] = [None] * num_layers
         self._decode_threads = 1
         self._parts: list[_Part] = []
@@ -123,6 +125,19 @@ class CpuAttention(TorchAttention):
         self._point(call, qkv, rotary, batch, first_token)
         num_tokens = len(qkv) - first_token
         call.run(num_tokens * self._num_kv_heads, threads_for(num_tokens * qkv.shape[1]))
+
+    def _write_quantized(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See TorchAttention."""
+        assert self._batch is not None
+        _, num_tokens, num_kv_heads, head_dim = key.shape
+        call = self._store[layer] or self._store_call(layer)
+        key, value = (each if each.stride()[2:] == (head_dim, 1) else each.contiguous() for each in (key, value))
+        call.point("key", key)
+        call.set("key_stride", key.stride(1))
+        call.point("value", value)
+        call.set("value_stride", value.stride(1))
+        call.point("slots", self._batch.slot_mapping)
+        call.run(num_tokens * num_kv_heads, threads_for(num_tokens * num_kv_heads * head_dim))
 
     def _group_decodes(self, batch: AttentionMetadata) -> list[DecodeGroup]:
         """All in one: kernels need no padding."""
@@ -198,6 +213,11 @@ class CpuAttention(TorchAttention):
         call.point("block_tables", batch.block_tables)
         call.set("table_width", batch.block_tables.shape[1])
         call.point("out", out)
+
+    def _store_call(self, layer: int) -> Call:
+        call = Call(store_kernel(self._shape(self._num_kv_heads)), cache=self._layer_address(layer))
+        self._store[layer] = call
+        return call
 
     def _decode_call(self, layer: int, num_heads: int, args: AttentionArgs) -> Call:
         kernel = decode_kernel(self._shape(num_heads), scores_of(args))

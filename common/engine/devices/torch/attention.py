@@ -135,10 +135,8 @@ class TorchAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, args: AttentionArgs
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        assert self._batch is not None
         if self._quantized:
-            for plane, vectors in zip(self._quantized[layer], (key, value), strict=True):
-                plane.write(self._batch.slot_mapping, vectors[0])
+            self._write_quantized(layer, key, value)
         else:
             self._key_vectors[layer].index_copy_(0, self._write_rows, key.reshape(-1, self._head_dim))
             self._value_vectors[layer].index_copy_(0, self._write_rows, value.reshape(-1, self._head_dim))
@@ -150,6 +148,12 @@ class TorchAttention:
             out[:, rows] = self._attend_decodes(layer, query[:, rows], group, args)
         self._attend_chunks(layer, query, key, value, out, args)
         return out
+
+    def _write_quantized(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Rounds keys and values [1, tokens, kv heads, head_dim] and puts them into the cache."""
+        assert self._batch is not None
+        for plane, vectors in zip(self._quantized[layer], (key, value), strict=True):
+            plane.write(self._batch.slot_mapping, vectors[0])
 
     def _attend_chunks(
         self,

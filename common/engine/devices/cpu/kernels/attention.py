@@ -13,6 +13,7 @@ from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, Eleme
 from common.engine.devices.kv_quantization import LIMITS, MIN_SCALE
 
 MAX_HEADS = 4  # query heads that share a pass over their keys; their sums stay in registers
+_MAX_WIDENING_HEADS = 8  # the same, where each number is also widened
 _MAX_VECTORS = MAX_LANES  # of values summed up at once: half of the registers, of which there are 32 or 16
 TILES_AHEAD = 2  # of the one that is attended to, memory is asked for
 HIDDEN = -1e30  # score of a token that is not attended to
@@ -153,6 +154,26 @@ def prepare_kernel(shape: CacheShape, *, has_norms: bool) -> Kernel:
     return Kernel("prepare_attention", _projection_arguments(shape), body)
 
 
+@cache
+def store_kernel(shape: CacheShape) -> Kernel:
+    """Rounds keys and values to a cache that is quantised. A task is one token and KV head.
+
+    cache: of the layer, from its first block on. key and value [tokens, kv heads, head_dim], with `key_stride` and
+    `value_stride` numbers from one token to the next. slots [tokens].
+    """
+
+    def body(b: Builder, task: Value, a: Any) -> None:
+        token, kv_head = task // shape.num_kv_heads, task % shape.num_kv_heads
+        slot, first = a.slots.at(token).load(), kv_head * shape.head_dim
+        cached = shape.keys_at(a.cache, slot // shape.block_size, kv_head, slot % shape.block_size)
+        quantize(b, a.key.at(token * a.key_stride + first), cached, shape.head_dim)
+        quantize(b, a.value.at(token * a.value_stride + first), shape.values_beside(cached), shape.head_dim)
+
+    arguments = {"cache": shape.cache_element, "key": shape.element, "value": shape.element}
+    strides = dict.fromkeys(("key_stride", "value_stride"))
+    return Kernel("store_quantized", arguments | {"slots": ElementType.INT64} | strides, body)
+
+
 def _attention_arguments(shape: CacheShape) -> dict[str, ElementType | None]:
     ints = ElementType.INT64
     return {
@@ -289,24 +310,30 @@ def _attend(
         (keys, key_scales), (values, value_scales) = found, shape.values_beside(found)
         ahead = token + TILES_AHEAD * tile
         next_keys = keys_at(b.select(ahead < seq_len, ahead, token))
-        nexts = next_keys.numbers, shape.values_beside(next_keys).numbers
-        if shape.cache_element is not ElementType.FLOAT32 and group > 1:
+        nexts = next_keys, shape.values_beside(next_keys)
+        if shape.element is not ElementType.FLOAT32 and shape.quantized is None and group > 1:
             keys, values = (widened(b, each, tile * dim) for each in (keys, values))
         lane_tokens = b.lane_numbers(tile) + token if tile > 1 else token
         visible = lane_tokens < seq_len
         if scores.window is not None:
             visible = visible & (lane_tokens >= first_token)
-        share = -(-tile * dim // group)  # asked for between products: more at once would wait for each other
-        with b.loop(0, group) as head:
-            for each in nexts:
-                b.prefetch(each.at(head * share), share, near=False)
-            dots = _dots(b, queries.at(head * dim), keys, dim, tile)
-            if key_scales is not None:
-                dots = dots * key_scales.load(tile)
-            if scores.softcap is not None:
-                dots = b.tanh(dots * (1.0 / scores.softcap)) * scores.softcap
-            state.take(head, b.select(visible, dots, HIDDEN), visible, value_scales)
-        heads = max(count for count in range(1, MAX_HEADS + 1) if group % count == 0)
+        # What is quantised is widened as it is multiplied, once for several heads.
+        at_once = 1 if shape.quantized is None or tile != lanes_of(dim) else _most_heads(group, _MAX_WIDENING_HEADS)
+        share = -(-tile * dim * at_once // group)  # asked for between products: more at once would wait for each other
+        with b.loop(0, group, at_once) as first_head:
+            for numbers, scales in nexts:
+                b.prefetch(numbers.at(first_head // at_once * share), share, near=False)
+                if scales is not None:
+                    b.prefetch(scales, tile, near=False)
+            own = queries.at(first_head * dim)
+            products = [_dots(b, own, keys, dim, tile)] if at_once == 1 else _products(b, own, at_once, keys, dim)
+            for place, dots in enumerate(products):
+                if key_scales is not None:
+                    dots = dots * key_scales.load(tile)
+                if scores.softcap is not None:
+                    dots = b.tanh(dots * (1.0 / scores.softcap)) * scores.softcap
+                state.take(first_head + place, b.select(visible, dots, HIDDEN), visible, value_scales)
+        heads = _most_heads(group, MAX_HEADS if shape.quantized is None else _MAX_WIDENING_HEADS)
         with b.loop(0, group, heads) as first_head:
             add_values(b, state, first_head, heads, values, dim)
     out = a.out.at((sequence * shape.num_heads + kv_head * group) * dim)
@@ -391,6 +418,35 @@ def _dots(b: Builder, query: Pointer, keys: Pointer, dim: int, tile: int) -> Val
     if tile == lanes:
         return b.sums(products, tile)
     return b.vector([b.sum(products(key)) for key in range(tile)])
+
+
+def _products(b: Builder, queries: Pointer, num_heads: int, keys: Pointer, dim: int) -> list[Value]:
+    """Products of each head's query with each key of a tile, as vectors of as many lanes as a tile has keys."""
+    lanes = lanes_of(dim)
+    at_once = min(lanes, 1 << (max(1, _MAX_VECTORS // num_heads).bit_length() - 1))  # keys whose sums are in registers
+    parts: list[list[Value]] = [[] for _ in range(num_heads)]  # by head, of the sums of `at_once` keys each
+    for start in range(0, lanes, at_once):
+        sums = [[b.number(0.0, lanes)] * at_once for _ in range(num_heads)]
+        for i in range(0, dim, lanes):
+            found = [keys.at((start + key) * dim + i).load(lanes) for key in range(at_once)]
+            for head, row in enumerate(sums):
+                query = queries.at(head * dim + i).load(lanes)
+                row[:] = [b.fma(query, each, total) for each, total in zip(found, row, strict=True)]
+        for part, row in zip(parts, sums, strict=True):
+            part.append(_merged(b, row, 1))
+    return [_merged(b, part, at_once) for part in parts]
+
+
+def _merged(b: Builder, vectors: list[Value], width: int) -> Value:
+    """See Builder.merged, of a power of two of vectors."""
+    while len(vectors) > 1:
+        vectors = [b.merged(*pair, width) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+        width *= 2
+    return vectors[0]
+
+
+def _most_heads(group: int, most: int) -> int:
+    return max(count for count in range(1, most + 1) if group % count == 0)
 
 
 def add_values(

@@ -380,10 +380,9 @@ class Builder:
     def _widened_float8(self, byte: Any, lanes: int) -> Value:
         """By way of half-precision numbers, which have the same sign and fraction and one more bit of the exponent.
         What stands for NaN becomes 480."""
-        wide = self.ir.zext(byte, like(_HALF_BITS, lanes))
-        sign = self.ir.shl(self.ir.and_(wide, constant(_HALF_BITS, 0x80, lanes)), constant(_HALF_BITS, 8, lanes))
-        rest = self.ir.shl(self.ir.and_(wide, constant(_HALF_BITS, 0x7F, lanes)), constant(_HALF_BITS, 7, lanes))
-        half = self.ir.bitcast(self.ir.or_(sign, rest), like(ir.HalfType(), lanes))
+        upper = self.ir.shl(self.ir.zext(byte, like(_HALF_BITS, lanes)), constant(_HALF_BITS, 8, lanes))
+        signed = self.ir.ashr(upper, constant(_HALF_BITS, 1, lanes))  # the sign is there twice
+        half = self.ir.bitcast(self.ir.and_(signed, constant(_HALF_BITS, 0xBFFF, lanes)), like(ir.HalfType(), lanes))
         return Value(self, self.ir.fpext(half, like(FLOAT, lanes))) * 256.0
 
     def _rounded_to_float8(self, value: Value) -> Any:
@@ -498,12 +497,16 @@ class Builder:
             if width == 1:
                 return vector_at(first)
             half = width // 2
-            left, right = added(first, half), added(first + half, half)
-            low = [lane + count - half if lane & half else lane for lane in range(count)]
-            high = [lane + half for lane in low]
-            return self.shuffle(left, right, low) + self.shuffle(left, right, high)
+            return self.merged(added(first, half), added(first + half, half), half)
 
         return added(0, count)
+
+    def merged(self, left: Value, right: Value, width: int) -> Value:
+        """Parts of the sums of twice as many vectors: the lanes of either hold parts of the sums of `width` vectors in
+        turn."""
+        count = left.lanes
+        low = [lane + count - width if lane & width else lane for lane in range(count)]
+        return self.shuffle(left, right, low) + self.shuffle(left, right, [lane + width for lane in low])
 
     def vector(self, numbers: Sequence[Value]) -> Value:
         """A vector of the numbers; of one number, itself."""

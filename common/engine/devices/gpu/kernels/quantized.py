@@ -22,7 +22,7 @@ def scale_of(largest, poison, LIMIT: tl.constexpr):
 def bytes_of(vectors, scale, LIMIT: tl.constexpr):
     """Bytes of float32 numbers, divided by their scale."""
     scaled = vectors * tl.div_rn(1.0, scale)
-    scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
+    scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT), 0.0)
     if LIMIT == 127.0:
         return _rounded(scaled).to(tl.int8)
     else:

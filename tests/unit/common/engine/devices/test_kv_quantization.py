@@ -12,7 +12,7 @@ from common.engine.devices.kv_quantization import head_dim_of, pack, quantize, r
 from common.engine.devices.torch.attention import TorchAttention
 
 TYPES = [torch.int8, torch.float8_e4m3fn]
-BLOCK_SIZE, NUM_LAYERS, LAYER, NUM_KV_HEADS, NUM_HEADS = 16, 2, 1, 2, 6
+NUM_LAYERS, LAYER, NUM_KV_HEADS, NUM_HEADS = 2, 1, 2, 6
 LENGTHS = [57, 33, 16, 2, 1]  # of decodes
 CHUNKS = [(40, 61), (0, 20)]  # tokens [start, end) of sequences
 ARGS = [
@@ -32,9 +32,9 @@ def test_errors_are_within_half_a_step(dtype: torch.dtype, error: float) -> None
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_token_has_the_same_bytes_whatever_is_beside_it(dtype: torch.dtype) -> None:
-    vectors = torch.randn(3, BLOCK_SIZE, 32)
+    vectors = torch.randn(3, 16, 32)
     packed = pack(vectors, dtype)
-    assert packed.shape == (3, BLOCK_SIZE, 34)
+    assert packed.shape == (3, 16, 34)
     assert head_dim_of(packed) == 32
     assert torch.equal(unpack(packed, torch.float32), rounded(vectors, dtype))
     vectors[:, 5:] *= 1000
@@ -54,13 +54,14 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 48), (12, 4), (6, 2)])
 @pytest.mark.parametrize("args", ARGS, ids=["plain", "everything"])
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_attention_is_that_of_rounded_keys_and_values(
     backend: str,
     args: AttentionArgs,
     head_dim: int,
+    block_size: int,
     dtype: torch.dtype,
     computed: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
@@ -69,11 +70,11 @@ def test_attention_is_that_of_rounded_keys_and_values(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
     for spans in ([(length - 1, length) for length in LENGTHS], CHUNKS):
-        batch = batch_of(spans)
+        batch = batch_of(spans, block_size)
         num_tokens = len(batch.slot_mapping)
         query = torch.randn(1, num_tokens, NUM_HEADS, head_dim).to(computed)
         key, value = (torch.randn(1, num_tokens, NUM_KV_HEADS, head_dim).to(computed) for _ in range(2))
-        cached = torch.randn(1 + int(batch.block_tables.max()), NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim)
+        cached = torch.randn(1 + int(batch.block_tables.max()), NUM_LAYERS, 2, NUM_KV_HEADS, block_size, head_dim)
         kv_cache = pack(cached, dtype)
         plain = TorchAttention(unpack(kv_cache, torch.float64))
         plain.begin_step(batch)
@@ -88,6 +89,23 @@ def test_attention_is_that_of_rounded_keys_and_values(
         assert torch.equal(kv_cache.view(torch.uint8), written.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, with which Triton interprets
+def test_backends_keep_what_is_not_finite(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    batch = batch_of([(0, 3)], 16)
+    kv_cache = pack(torch.zeros(2, NUM_LAYERS, 2, NUM_KV_HEADS, 16, 32), dtype)
+    query, key, value = torch.ones(1, 3, NUM_HEADS, 32), *torch.ones(2, 1, 3, NUM_KV_HEADS, 32)
+    key[0, 1, 0, 5], value[0, 2, 1, 7] = torch.nan, -torch.inf
+    found = create_backend(backend, kv_cache, torch.float32)
+    found.begin_step(batch)
+    found.attend(LAYER, query, key, value, ARGS[0])
+    are_nan = unpack(kv_cache, torch.float32)[1, LAYER].isnan()
+    assert are_nan.any(-1).nonzero().tolist() == [[0, 0, 1], [1, 1, 2]]  # plane, head, token
+    assert torch.equal(are_nan.all(-1), are_nan.any(-1))
+
+
 def create_backend(name, kv_cache, computed):
     if name == "triton":
         from common.engine.devices.gpu.attention import TritonAttention
@@ -98,26 +116,26 @@ def create_backend(name, kv_cache, computed):
 
 def pack_written(kv_cache, batch, key, value, dtype):
     """The cache with the tokens in their slots, written one by one."""
-    runs = kv_cache.clone().flatten(4)
+    runs, block_size = kv_cache.clone().flatten(4), kv_cache.shape[4]
     for plane, vectors in enumerate((key, value)):
         numbers, scales = quantize(vectors[0], dtype)
         for token, slot in enumerate(batch.slot_mapping.tolist()):
-            block_id, offset = divmod(slot, BLOCK_SIZE)
+            block_id, offset = divmod(slot, block_size)
             run, head_dim = runs[block_id, LAYER, plane], key.shape[-1]
             run[:, offset * head_dim :][:, :head_dim] = numbers[token]
-            run[:, BLOCK_SIZE * head_dim :].view(torch.bfloat16)[:, offset] = scales[token]
+            run[:, block_size * head_dim :].view(torch.bfloat16)[:, offset] = scales[token]
     return runs.unflatten(4, kv_cache.shape[4:])
 
 
-def batch_of(spans: list[tuple[int, int]]) -> AttentionMetadata:
+def batch_of(spans: list[tuple[int, int]], block_size: int) -> AttentionMetadata:
     """A step that computes tokens [start, end) of each sequence."""
     ends = [end for _, end in spans]
-    counts = [-(-end // BLOCK_SIZE) for end in ends]
+    counts = [-(-end // block_size) for end in ends]
     blocks = torch.randperm(sum(counts)).add(1).split(counts)
     query_start, slots = [0], []
     for own, (start, end) in zip(blocks, spans, strict=True):
         query_start.append(query_start[-1] + end - start)
-        slots += [int(own[at // BLOCK_SIZE]) * BLOCK_SIZE + at % BLOCK_SIZE for at in range(start, end)]
+        slots += [int(own[at // block_size]) * block_size + at % block_size for at in range(start, end)]
     return AttentionMetadata(
         num_decodes=sum(end - start == 1 for start, end in spans),
         query_start=query_start,
