@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tools.gguf_writer import TYPES, write_gguf
+
 Tensors = dict[str, torch.Tensor]
 
 _LARGEST_FLOAT8 = 448.0
@@ -39,11 +41,15 @@ class Format(NamedTuple):
 
 
 def quantize_checkpoint(source: Path, target: Path, name: str, group_size: int = 128) -> None:
-    """Writes the checkpoint `source` to the directory `target`, in one of FORMATS. Raises OSError."""
+    """Writes the checkpoint `source` to the directory `target`, in one of FORMATS, or one of GGUF's types. Raises
+    OSError."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name != "model.safetensors.index.json":
             shutil.copy(path, target)
+    if name in GGUF_TYPES:
+        write_gguf(source, target / "model.gguf", GGUF_TYPES[name])
+        return
     config = json.loads((source / "config.json").read_text())
     chosen, linears = FORMATS[name], set(_linear_names(source))
     tensors: Tensors = {}
@@ -228,12 +234,15 @@ FORMATS: dict[str, Format] = {
 }
 
 
+GGUF_TYPES = {f"gguf-{name.lower()}": name for name in TYPES}
+
+
 def main() -> int:
     """Writes a checkpoint."""
     parser = argparse.ArgumentParser("tools.quantize_checkpoint", description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--format", choices=[*FORMATS, *GGUF_TYPES], required=True)
     parser.add_argument("--group-size", type=int, default=128, help="inputs with a scale of their own, or -1 for all")
     args = parser.parse_args()
     quantize_checkpoint(args.source, args.target, args.format, args.group_size)

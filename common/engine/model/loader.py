@@ -43,6 +43,7 @@ from common.engine.model.stages import refused as refused_stages
 from common.engine.model.states import StateLayer, block_layers_of
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.checkpoints.base import CheckpointFormat
+from common.engine.quantization.checkpoints.gguf import GGUF_SUFFIX
 from common.engine.quantization.checkpoints.registry import find_format
 from common.engine.quantization.registry import QUANTIZATIONS
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -111,11 +112,14 @@ def load_model(
     directory = model_directory(config)
     raw_config = read_config(directory)
     quantized = None if config.quantization is None else _quantization(config.quantization, raw_config, device)
-    weight_format = find_format(raw_config)
     is_cut = ranks.size > 1 or links.num_stages > 1 or experts is not None
+    weight_files = find_weights(directory)
+    weight_format = find_format(raw_config, weight_files)
     if is_cut:
         _check_weights(raw_config, weight_format)
-    weight_files = find_weights(directory)
+    if quantized is not None and weight_format is not None:
+        reason = f"{config.quantization} is for float weights, and the file's are quantised"
+        raise ConfigError.of("quantization", reason)
     own_ranks, ranks = ranks, device.collectives(ranks)
     if experts is not None:
         experts.ranks = ranks if experts.ranks is own_ranks else device.collectives(experts.ranks)
@@ -296,11 +300,13 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def find_weights(directory: Path) -> list[Path]:
-    """The safetensors files that transformers will load."""
+    """The safetensors files that transformers will load, or the GGUF file where there are none."""
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
+    if not index.is_file() and len(found := sorted(directory.glob(f"*{GGUF_SUFFIX}"))) == 1:
+        return found
     if not index.is_file():
         raise ModelLoadError(f"{directory} has no safetensors weights (model.safetensors)", param="model")
     try:

@@ -45,6 +45,7 @@ from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, cut_stage, whole_model
 from common.engine.quantization.base import QuantizedLinear
 from common.engine.quantization.checkpoints.base import CheckpointFormat
+from common.engine.quantization.checkpoints.gguf import GGUF_SUFFIX, GGUFFile
 from common.engine.quantization.grouped import GroupedLinear
 from common.errors import ModelLoadError
 
@@ -206,7 +207,7 @@ class _Stored(NamedTuple):
 
 
 class _WeightFiles:
-    """Safetensors files, of which tensors are read in parts, by the model's names."""
+    """Safetensors files, or one of GGUF, of which tensors are read in parts, by the model's names."""
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class _WeightFiles:
 
     def __enter__(self) -> _WeightFiles:
         for path in self._paths:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            opened = GGUFFile(path) if path.suffix == GGUF_SUFFIX else safe_open(path, framework="pt")
+            file = self._stack.enter_context(opened)
             self._file_of.update(dict.fromkeys(file.keys(), file))
         for name in sorted(self._weight_names(), key=dot_natural_key):  # experts by their numbers
             own_name, own_pattern, patterns, is_joined = name.removeprefix(self._prefix), "", [""], False

@@ -1,13 +1,15 @@
-"""The formats by the `quant_method` of config.json."""
+"""The formats by the `quant_method` of config.json, or the name of the file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from common.engine.quantization.checkpoints.base import CheckpointFormat
+from common.engine.quantization.checkpoints.gguf import GGUF, GGUF_SUFFIX
 from common.engine.registry import Registry
 from common.errors import ConfigError
 
@@ -20,9 +22,12 @@ _FORMATS = {
 _CLASSES: Registry[Callable[[Mapping[str, Any]], CheckpointFormat]] = Registry("model", _FORMATS)
 
 
-def find_format(raw_config: Mapping[str, Any]) -> CheckpointFormat | None:
-    """The format of a checkpoint, by its config.json; None if it is not quantised, or by a method that only
-    transformers knows. Raises ConfigError for a method that is not known, and for what is not supported of one."""
+def find_format(raw_config: Mapping[str, Any], weight_files: Sequence[Path] = ()) -> CheckpointFormat | None:
+    """The format of a checkpoint, by its config.json or the names of its files; None if it is not quantised, or by a
+    method that only transformers knows. Raises ConfigError for a method that is not known, and for what is not
+    supported of one."""
+    if any(path.suffix == GGUF_SUFFIX for path in weight_files):
+        return GGUF()
     settings = raw_config.get("quantization_config")
     if not isinstance(settings, dict):
         return None
