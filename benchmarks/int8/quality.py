@@ -29,12 +29,19 @@ class Weights(NamedTuple):
     dtype: DType
     quantization: str | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    checkpoint: Path | None = None  # a quantised copy of the model, in a directory with the name of its format
 
     @property
     def name(self) -> str:
         """In words."""
         kv = None if self.kv_cache_dtype == "auto" else f"{self.kv_cache_dtype} KV"
-        return ", ".join(filter(None, (self.dtype, self.quantization, kv)))
+        quantized = self.quantization if self.checkpoint is None else self.checkpoint.name
+        return ", ".join(filter(None, (self.dtype, quantized, kv)))
+
+    def config(self, model: Path) -> ModelConfig:
+        """The settings with which the model is loaded."""
+        directory = str(self.checkpoint or model)
+        return ModelConfig(model=directory, device="cpu", dtype=self.dtype, quantization=self.quantization)
 
 
 class Quality(NamedTuple):
@@ -86,8 +93,7 @@ def measure_quality(model: Path, texts: Sequence[Sequence[int]], kinds: Sequence
 
 
 def _predictor(model: Path, weights: Weights) -> Callable[[Sequence[int]], torch.Tensor]:
-    config = ModelConfig(model=str(model), device="cpu", dtype=weights.dtype, quantization=weights.quantization)
-    loaded = load_model(config, kv_cache_dtype=weights.kv_cache_dtype)
+    loaded = load_model(weights.config(model), kv_cache_dtype=weights.kv_cache_dtype)
 
     def predict(tokens: Sequence[int]) -> torch.Tensor:
         return _logits(loaded, tokens)
@@ -129,5 +135,6 @@ def _loss(logits: Sequence[torch.Tensor], texts: Sequence[Sequence[int]]) -> flo
 def _continuations(model: Path, weights: Weights, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     prompts = [list(tokens[:_PREFIX]) for tokens in texts[:_NUM_PREFIXES]]
     params = SamplingParams(temperature=0.0, max_tokens=_CONTINUATION, ignore_eos=True)
-    with LLM(model, device="cpu", num_blocks=1000, **weights._asdict()) as llm:
+    settings = {"dtype": weights.dtype, "quantization": weights.quantization, "kv_cache_dtype": weights.kv_cache_dtype}
+    with LLM(weights.checkpoint or model, device="cpu", num_blocks=1000, **settings) as llm:
         return [each.token_ids for each in llm.generate(prompts, params, use_tqdm=False)]

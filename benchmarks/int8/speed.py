@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from benchmarks.int8.quality import Weights
 from benchmarks.kernels import Side, measure_steps
-from common.engine.config import ModelConfig
 from common.engine.model.loader import load_model
 
 DECODES = [(1, 128), (8, 128), (32, 128)]  # requests, tokens of context
@@ -19,7 +18,7 @@ _MEMORY_FIELDS = {"RssAnon:", "VmRSS:", "VmHWM:"}
 
 def measure_speed(model: Path, kinds: Sequence[Weights], repeats: int) -> Iterator[tuple[str, list[list[float]]]]:
     """Yields steps by name with the milliseconds that they take with each kind of weights, in turn."""
-    sides = [Side(model, weights.dtype, "auto", weights.quantization) for weights in kinds]
+    sides = [Side(weights.checkpoint or model, weights.dtype, "auto", weights.quantization) for weights in kinds]
     return measure_steps(sides, DECODES, repeats)
 
 
@@ -38,9 +37,7 @@ def measure_memory(model: Path, weights: Weights) -> Memory:
 
 def _load(model: Path, weights: Weights) -> Memory:
     before = _resident()
-    loaded = load_model(
-        ModelConfig(model=str(model), device="cpu", dtype=weights.dtype, quantization=weights.quantization)
-    )
+    loaded = load_model(weights.config(model))
     assert loaded.decoder is not None
     after = _resident()
     return Memory((after["RssAnon"] - before["RssAnon"]) / 1024, (after["VmHWM"] - before["VmRSS"]) / 1024)

@@ -135,3 +135,14 @@ def test_what_is_refused_is_one_line(tmp_path: Path, name: str, changes: dict[st
         load_model(ModelConfig(model=str(tmp_path), device="cpu"))
     assert "\n" not in caught.value.message
     assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(("model", "kernels"), [("llama", "fused"), ("gemma2", "attention")])
+def test_triton_kernels_take_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kernels: str
+) -> None:
+    """In Triton's interpreter; at the start they are compared with torch."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    quantize_checkpoint(tiny_model_dir(model), tmp_path, "awq", GROUP)
+    loaded = load_model(ModelConfig(model=str(tmp_path), dtype="float32"))
+    assert (loaded.kernels, loaded.kernels_failed) == (kernels, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,6 +47,13 @@ class TritonDevice(TorchDevice):
         from common.engine.devices.gpu.operators import TritonOperators
 
         return TritonOperators(batch_invariant=self.batch_invariant)
+
+    def compile_linears(self, model: Any) -> None:
+        """See Device."""
+        if self._has_kernels:
+            from common.engine.devices.gpu.operators import compile_linears
+
+            compile_linears(model)
 
     def can_attend(self, spec: KVSpec, num_heads: Sequence[int], args: Sequence[AttentionArgs]) -> bool:
         """See Device."""

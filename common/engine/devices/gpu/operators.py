@@ -18,13 +18,18 @@ from common.engine.devices.gpu.attention import (
     runs_on,
 )
 from common.engine.devices.gpu.kernels.elementwise import add_norm_kernel, silu_mul_kernel
+from common.engine.devices.gpu.kernels.grouped_linear import grouped_linear_kernel
 from common.engine.devices.gpu.kernels.linear import linear_kernel
 from common.engine.devices.operators import Adapt, AddNorm, Embed, PerToken, rows_of_part
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.quantization.base import AnyLinear, QuantizedLinear
-from common.errors import ConfigError
+from common.engine.quantization.grouped import GroupedLinear
+from common.errors import ConfigError, ModelLoadError
 
 _NUMBERS_PER_PROGRAM = 1024
+_MAX_ERROR = 0.02  # of the norm
+_FEW_ROWS = 128  # over which widening all weights costs less than widening them for each tile of rows
+_KINDS = {torch.int32: "int4", torch.int8: "int8", torch.float8_e4m3fn: "float8"}  # of codes
 
 
 class TritonOperators:
@@ -55,6 +60,8 @@ class TritonOperators:
 
     def linear(self, linear: AnyLinear) -> PerToken:
         """See Operators."""
+        if isinstance(linear, GroupedLinear):
+            return TritonGroupedLinear(linear, batch_invariant=self._batch_invariant)
         if isinstance(linear, QuantizedLinear):
             if self._batch_invariant:
                 raise ConfigError.of("batch_invariant", f"no kernel for {type(linear).__name__}")
@@ -125,6 +132,71 @@ class BatchInvariantLinear:
                 num_stages=tile.num_stages,
             )
         return out
+
+
+class TritonGroupedLinear(nn.Module):
+    """See PerToken, and for use in a model's own code a module. Few rows are multiplied with weights that are widened
+    in registers, more of them by cuBLAS, unless a row's result may not depend on how many rows there are."""
+
+    def __init__(self, linear: GroupedLinear, *, batch_invariant: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight  # shape and type
+        self._linear = linear
+        self._is_few_only = batch_invariant
+        kind = _KINDS[linear.codes.dtype]
+        self._codes = linear.codes if kind == "int4" else linear.codes.view(torch.int8)
+        self._tile = linear_tile(linear.weight.dtype)
+        self._constants = {
+            "IN_FEATURES": linear.in_features,
+            "OUT_FEATURES": linear.out_features,
+            "GROUP": linear.group,
+            "KIND": kind,
+            "HAS_SHIFT": linear.shift is not None,
+            "HAS_ORDER": linear.order is not None,
+            "HAS_BIAS": linear.bias is not None,
+        }
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        rows = inputs.reshape(-1, self.in_features).contiguous()
+        linear, tile = self._linear, self._tile
+        if len(rows) > _FEW_ROWS and not self._is_few_only:
+            return functional.linear(inputs, linear.dequantized().to(inputs.dtype), linear.bias)
+        out = torch.empty((len(rows), self.out_features), dtype=inputs.dtype, device=inputs.device)
+        if len(rows):
+            grouped_linear_kernel[(triton.cdiv(len(rows), tile.rows), triton.cdiv(self.out_features, tile.columns))](
+                rows,
+                self._codes,
+                linear.scale,
+                linear.scale if linear.shift is None else linear.shift,
+                linear.scale if linear.order is None else linear.order,
+                linear.scale if linear.bias is None else linear.bias,
+                out,
+                len(rows),
+                **self._constants,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                DEPTH=tile.depth,
+                FACTOR_TYPE=factor_type(inputs.dtype),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        return out.view(*inputs.shape[:-1], self.out_features)
+
+
+def compile_linears(model: nn.Module) -> None:
+    """Replaces the layers with weights in groups of a model that runs its own code. Raises ModelLoadError if the kernel
+    computes something else than torch."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, GroupedLinear):
+                kernels = TritonGroupedLinear(child)
+                inputs = torch.ones((1, child.in_features), dtype=child.weight.dtype, device=child.codes.device)
+                expected, found = child(inputs).float(), kernels(inputs).float()
+                if not float((found - expected).norm()) <= _MAX_ERROR * float(expected.norm()):
+                    raise ModelLoadError("the kernel for quantised weights differs from torch", param="model")
+                setattr(parent, name, kernels)
 
 
 def _embed(table: torch.Tensor, first: int | None, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,15 @@ from triton.compiler import ASTSource
 
 from common.engine.contract.kv_groups import KV_SCALE_BYTES
 from common.engine.devices.gpu.attention import batch_invariant_tile, chunk_tile, decode_tile
-from common.engine.devices.gpu.kernels import attention, elementwise, latent_attention, linear, sampling, staging
+from common.engine.devices.gpu.kernels import (
+    attention,
+    elementwise,
+    grouped_linear,
+    latent_attention,
+    linear,
+    sampling,
+    staging,
+)
 from common.engine.devices.gpu.latent_attention import latent_tile
 from common.engine.devices.gpu.operators import linear_tile
 
@@ -49,10 +57,11 @@ INTEGERS = {
 INTEGERS |= {"key_stride", "key_head_stride", "value_stride", "value_head_stride", "row_stride"}
 FLOATS = {"scale", "epsilon"}
 KEPT = {"": ("", 0.0), ", int8": ("*i8", 127.0), ", fp8": ("*u8", 448.0)}  # type of the cache, if it is another; limit
+CODES = {"int4": "*i32", "int8": "*i8", "float8": "*i8"}  # types of codes, by what they stand for
 INT64S = {"tiles", "seq_lens", "block_tables", "positions", "slots", "keys", "part_winner", "tokens", "counts", "rows"}
-INT64S |= {"input_ids", "to_input_ids", "to_positions", "to_slots", "to_seq_lens", "to_block_tables"}
+INT64S |= {"order", "input_ids", "to_input_ids", "to_positions", "to_slots", "to_seq_lens", "to_block_tables"}
 FLOAT32S = {"partial_out", "partial_weight", "hidden", "weight", "query_norm", "key_norm", "cosines", "sines"}
-FLOAT32S |= {"part_best", "draws", "sinks", "factors"}
+FLOAT32S |= {"scales", "shifts", "part_best", "draws", "sinks", "factors"}
 FLOAT64S = {"part_value", "top_mass"}
 
 
@@ -86,6 +95,9 @@ def cases(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str,
         linear_constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "FACTOR_TYPE": factor}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         yield f"linear {name}", linear.linear_kernel, linear_constants, options
+        for kind in CODES:
+            own = linear_constants | {"GROUP": 128, "KIND": kind, "HAS_SHIFT": True, "HAS_ORDER": True}
+            yield f"grouped linear {name}, {kind}", grouped_linear.grouped_linear_kernel, own, options
     parts = {"PARTS": 8, "PADDED_PARTS": 8, "HEAD_DIM": 128, "DIMS": 128}
     yield "join parts bf16", attention.join_parts_kernel, parts, {"num_warps": 4}
     yield "add norm bf16", elementwise.add_norm_kernel, {"SIZE": 4096, "PADDED_SIZE": 4096}, {"num_warps": 8}
@@ -112,8 +124,10 @@ def kept_as(kept: str, head_dim: int) -> dict[str, Any]:
     return {"ROW": head_dim + (KV_SCALE_BYTES if limit else 0), "LIMIT": limit}
 
 
-def type_of(argument: str, element: str, cache: str) -> str:
+def type_of(argument: str, element: str, cache: str, codes: str) -> str:
     """In Triton's spelling."""
+    if argument == "codes":
+        return codes
     if argument == "cache" and cache:
         return cache
     if argument in INTEGERS:
@@ -145,7 +159,8 @@ def main() -> None:
         element = "fp32" if "fp32" in name else "bf16"
         names = kernel.arg_names
         cache, _ = KEPT.get(f", {name.partition(', ')[2]}", KEPT[""])
-        signature = {each: "constexpr" if each in constants else type_of(each, element, cache) for each in names}
+        codes = CODES.get(name.partition(", ")[2], "")
+        signature = {each: "constexpr" if each in constants else type_of(each, element, cache, codes) for each in names}
         attributes = {
             (index,): ALIGNED
             for index, each in enumerate(names)

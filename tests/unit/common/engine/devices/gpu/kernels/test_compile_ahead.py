@@ -15,6 +15,8 @@ KERNELS = [
     "latents bf16 16",
     "latents bf16 128",
     "linear bf16",
+    "grouped linear bf16, int4",
+    "grouped linear bf16, float8",
     "prepare bf16",
     "store bf16, int8",
     "add norm bf16",
@@ -39,9 +41,8 @@ def compiled(capability, *kernels):
 def test_products_spill_no_registers_on_hopper():
     figures = compiled(90, *KERNELS)
     assert figures.keys() == set(KERNELS)
-    assert {
-        name: figures[name]["spilled"] for name in KERNELS if name.startswith(("attend", "latents bf16 16", "linear"))
-    } == {
+    names = [name for name in KERNELS if name.startswith(("attend", "latents bf16 16", "linear", "grouped"))]
+    assert {name: figures[name]["spilled"] for name in names} == {
         "attend decode bf16 128": 0,
         "attend chunk bf16 128": 0,
         "attend any bf16 128": 0,
@@ -49,6 +50,8 @@ def test_products_spill_no_registers_on_hopper():
         "attend any bf16 128, fp8": 0,
         "latents bf16 16": 0,
         "linear bf16": 0,
+        "grouped linear bf16, int4": 0,
+        "grouped linear bf16, float8": 0,
     }
     assert figures["latents bf16 128"]["spilled"] <= 16  # measured to be faster than a tile that spills none
 
