@@ -82,7 +82,7 @@ def _kinds(model: Path, scratch: Path, formats: list[str], dtype: str) -> list[W
     kinds = [Weights("float32"), Weights("bfloat16"), Weights("bfloat16", "int8"), Weights("bfloat16", "int8-dynamic")]
     for name in formats:
         quantize_checkpoint(model, scratch / name, name)
-        kinds.append(Weights("float32" if dtype == "float32" else "bfloat16", None, scratch / name))
+        kinds.append(Weights("float32" if dtype == "float32" else "bfloat16", checkpoint=scratch / name))
     return kinds
 
 

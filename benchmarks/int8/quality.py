@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -135,6 +135,7 @@ def _loss(logits: Sequence[torch.Tensor], texts: Sequence[Sequence[int]]) -> flo
 def _continuations(model: Path, weights: Weights, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     prompts = [list(tokens[:_PREFIX]) for tokens in texts[:_NUM_PREFIXES]]
     params = SamplingParams(temperature=0.0, max_tokens=_CONTINUATION, ignore_eos=True)
-    settings = {"dtype": weights.dtype, "quantization": weights.quantization, "kv_cache_dtype": weights.kv_cache_dtype}
+    settings: dict[str, Any] = weights._asdict()
+    del settings["checkpoint"]
     with LLM(weights.checkpoint or model, device="cpu", num_blocks=1000, **settings) as llm:
         return [each.token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
