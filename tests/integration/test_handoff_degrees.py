@@ -14,6 +14,7 @@ from common.engine.client.inproc import InprocClient
 from common.engine.config import (
     CacheConfig,
     EngineConfig,
+    KVCacheDType,
     KVConnectorConfig,
     ModelConfig,
     ParallelConfig,
@@ -160,10 +161,16 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KVConnectorConf
     return KVConnectorConfig(factory="kv_store.registry:create_connector", name=name, options=options)
 
 
-def config_of(connector: KVConnectorConfig, num_ranks: int, model: str = "", num_stages: int = 1) -> EngineConfig:
+def config_of(
+    connector: KVConnectorConfig | None,
+    num_ranks: int,
+    model: str = "",
+    num_stages: int = 1,
+    kv_cache_dtype: KVCacheDType = "auto",
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=model, dtype="float32", max_model_len=256),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=128),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=128, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
         parallel=ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages),
         connector=connector,
@@ -234,6 +241,33 @@ def test_tokens_of_models_are_those_of_transformers(
     with producer, consumer:
         decoded = handed_over(producer, consumer, prompts)
     assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
+
+
+@pytest.mark.cell(
+    feature="handoff of int8 KV",
+    connector="{connector}",
+    degrees="{of_producer} to {of_consumer}",
+)
+@pytest.mark.parametrize(
+    ("connector", "of_producer", "of_consumer"),
+    [
+        ("nixl", 2, 1),
+        ("shared-storage", 1, 2),
+        pytest.param("nixl", 1, 2, marks=pytest.mark.matrix),
+        pytest.param("shared-storage", 2, 1, marks=pytest.mark.matrix),
+    ],
+    indirect=["connector"],
+)
+def test_quantised_kv(connector: KVConnectorConfig, of_producer: int, of_consumer: int) -> None:
+    """Each head's scales go with its numbers."""
+    directory = str(tiny_model_dir("llama"))
+    prompts = [prompt_of(length) for length in LENGTHS]
+    producer, consumer, alone = (
+        InprocClient(config_of(kept, num_ranks, directory, kv_cache_dtype="int8"))
+        for kept, num_ranks in ((connector, of_producer), (connector, of_consumer), (None, 1))
+    )
+    with producer, consumer, alone:
+        assert handed_over(producer, consumer, prompts) == generate(alone, prompts, GREEDY)
 
 
 @pytest.mark.cell(
