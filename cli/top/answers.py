@@ -18,6 +18,7 @@ class Model(msgspec.Struct, frozen=True):
     name: str
     reason: str
     num_queued: int
+    adapters: list[str] = []  # names; a router of an earlier version tells none
 
 
 class Rank(msgspec.Struct, frozen=True):

@@ -84,6 +84,7 @@ class ClusterFigures(NamedTuple):
         )
         models = "   ".join(
             f"{plain(model.name)}: {plain(model.reason) or 'served'}, {count(model.num_queued)} queued"
+            + (f", adapters {', '.join(map(plain, model.adapters))}" if model.adapters else "")
             for model in self.view.models
         )
         return [

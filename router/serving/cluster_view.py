@@ -26,11 +26,12 @@ _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
 class ClusterModel(AnswerStruct):
     """A served model; `reason`: why no request for it can be served, empty if one can. `num_queued`: requests that wait
-    in the router."""
+    in the router. `adapters`: names of its LoRA adapters."""
 
     name: str
     reason: str
     num_queued: int
+    adapters: list[str]
 
 
 class ClusterRank(AnswerStruct):
@@ -123,7 +124,12 @@ def view_of_cluster(
         at_s=now,
         num_under_way=num_under_way,
         models=[
-            ClusterModel(model.name, model.unavailable_reason, sum(gate.num_waiting for gate in model.gates))
+            ClusterModel(
+                model.name,
+                model.unavailable_reason,
+                sum(gate.num_waiting for gate in model.gates),
+                sorted(model.pods.adapters.served),
+            )
             for model in models
         ],
         pods=[_pod(pod) for pod in pods],

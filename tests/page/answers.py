@@ -63,7 +63,7 @@ def cluster(tick: int, pods: list[dict[str, Any]], *, handoffs: int = 4) -> dict
         "object": "cluster",
         "at_s": 100.0 + tick,
         "num_under_way": sum(each["num_requests"] for each in pods if each["role"] == "decode"),
-        "models": [{"name": "qwen3-8b", "reason": "", "num_queued": 2}],
+        "models": [{"name": "qwen3-8b", "reason": "", "num_queued": 2, "adapters": ["polite"]}],
         "pods": pods,
         "handoffs": [
             {"prefill": one, "decode": other, "num_running": 3 - index % 4, "num_ended": 9 + index}

@@ -64,7 +64,10 @@ export class ClusterView {
   }
 
   #models(models) {
-    showLines("cluster-models", models.map((model) => `${model.name}: ${model.reason || "served"}, ${model.num_queued} queued`));
+    showLines("cluster-models", models.map((model) => {
+      const adapters = model.adapters.length ? `, adapters ${model.adapters.join(", ")}` : "";
+      return `${model.name}: ${model.reason || "served"}, ${model.num_queued} queued${adapters}`;
+    }));
   }
 
   #ranks(pods) {

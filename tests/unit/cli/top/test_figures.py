@@ -104,7 +104,7 @@ def test_the_snapshot_has_all_that_the_cluster_has_and_is_plain():
     view = view_of(2, pod("prefill", 1, 2), pod("decode", 1, 2, state="ejected", detail="stall\x1b[31m: é"))
     lines = describe(figures_of(view, None), "http://router").splitlines()
     assert lines[0] == "http://router"
-    assert lines[3] == "qwen3-8b: served, 2 queued"
+    assert lines[3] == "qwen3-8b: served, 2 queued, adapters polite"
     assert lines[5].startswith("POD        ROLE     STATE    RUN  WAIT  KV WAIT   KV  PROMPT/S")
     assert lines[7].split()[:6] == ["decode-1", "decode", "ejected", "4", "1", "1"]
     assert lines[7].endswith("qwen3-8b  stall\\x1b[31m: é")

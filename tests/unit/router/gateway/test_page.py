@@ -149,7 +149,8 @@ async def test_what_waits_in_the_router_is_counted_by_model(start_cluster):
             if view["num_under_way"] == 2:
                 break
         (model,) = view["models"]
-        assert model == {"name": cluster.router.service.models[0].name, "reason": "", "num_queued": 1}
+        name = cluster.router.service.models[0].name
+        assert model == {"name": name, "reason": "", "num_queued": 1, "adapters": []}
         await decode.allow(None)
         await stream.rest()
         await waits

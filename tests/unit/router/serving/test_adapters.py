@@ -65,6 +65,8 @@ async def test_an_adapter_answers_by_its_name_until_it_is_unloaded(cluster):
     assert await names(cluster) == [base, "polite"]
     card = (await cluster.client.get("/v1/models/polite")).json()
     assert (card["parent"], card["root"]) == (base, "/a")
+    (model,) = (await cluster.client.get("/v1/cluster")).json()["models"]
+    assert model["adapters"] == ["polite"]
     answer = await cluster.complete(model="polite", **BODY, return_token_ids=True)
     assert (answer["model"], answer["choices"][0]["token_ids"]) == ("polite", [626 + A[0], 627 + A[0]])
     plain = await cluster.complete(model=base, **BODY, return_token_ids=True)
