@@ -130,12 +130,11 @@ class PodAdapters:
 
     def _on_lapse(self, digest: bytes) -> None:
         del self._lapses[digest]
-        if not self._has_name(digest):
-            self._tasks.spawn(self._unload(digest), "unload adapter")
+        self._tasks.spawn(self._unload_unless_needed(digest), "unload adapter")
 
-    async def _unload(self, digest: bytes) -> None:
+    async def _unload_unless_needed(self, digest: bytes) -> None:
         async with self._lock:
-            if digest in self._lapses or self._has_name(digest):  # it was asked for meanwhile
+            if digest in self._lapses or self._has_name(digest):
                 return
             del self._loaded[digest]
             self._report()

@@ -128,6 +128,19 @@ async def test_a_pod_that_fails_to_take_the_name_leaves_it_with_none(cluster):
     await wait_for(lambda: all(not pod.names or not pod.names["polite"].digest for pod in others))
 
 
+async def test_an_unloaded_name_gets_no_requests_while_pods_cannot_be_told(cluster):
+    await load(cluster)
+    pods = (*cluster.prefill, *cluster.decode)
+    for pod in pods:
+        pod.refuses_names = True
+    assert (await unload(cluster)).status_code == 503
+    assert "polite" not in await names(cluster)
+    assert (await cluster.post("/v1/completions", model="polite", **BODY)).status_code == 404
+    for pod in pods:
+        pod.refuses_names = False
+    await wait_for(lambda: not any(pod.names["polite"].digest for pod in pods))
+
+
 async def test_a_restarted_pod_gets_the_adapters_of_the_others_before_their_requests(cluster):
     await load(cluster)
     restarted, other = cluster.decode
