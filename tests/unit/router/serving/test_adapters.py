@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.errors import UnknownModelError
 from common.pb import pods_pb2
 from common.types import AdapterName, hash_prompt, root_hash
 from router.pods import PodState
@@ -182,6 +183,17 @@ async def test_a_request_under_way_outlives_its_adapters_name_and_its_pod(cluste
     for pod in cluster.decode:
         await pod.allow(None)
     assert (await answer)["choices"][0]["token_ids"] == [625 + A[0] + index for index in range(6)]
+
+
+async def test_a_pod_that_has_forgotten_an_adapter_fails_no_request(cluster):
+    await load(cluster)
+    missing = UnknownModelError("adapter is not loaded", param="adapter")
+    cluster.decode[0].failure = cluster.prefill[0].failure = missing
+    for _ in range(4):
+        answer = await cluster.complete(model="polite", **BODY, return_token_ids=True)
+        assert answer["choices"][0]["token_ids"] == [626 + A[0], 627 + A[0]]
+    assert cluster.decode[0].submits
+    assert cluster.prefill[0].prefills
 
 
 async def wait_for_live(cluster):
