@@ -125,8 +125,8 @@ async def test_an_adapter_without_a_name_is_forgotten_after_a_while_unless_it_is
         await adapters.load(path)
         await adapters.load(named)
         adapters.give_name(AdapterName("b", 1, kept, named))
-        await wait_for(lambda: adapters.loaded == [kept])
-        assert pod.executor.adapters.installed == {kept}
+        await wait_for(lambda: pod.executor.adapters.installed == {kept})
+        assert adapters.loaded == [kept]
         adapters.give_name(AdapterName("b", 2, b"", ""))
         assert pod.executor.adapters.installed == {kept}, "requests may be on their way"
         await wait_for(lambda: not pod.executor.adapters.installed)
