@@ -56,10 +56,14 @@ async def test_inputs_go_to_prefill_pods_and_to_decode_pods_without_them(start_c
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), OverloadedError("full")])
 async def test_an_input_whose_pod_fails_goes_to_another(start_cluster, error):
-    cluster = await start_cluster(pods(2), [], prefill_policy="round_robin")
-    cluster.prefill[0].pooling_failure = error
-    found = await ask(cluster, "/v1/embeddings", input=[[5], [6], [7]])
-    assert [each["embedding"] for each in found["data"]] == [fake_numbers([each], 4).tolist() for each in (5, 6, 7)]
+    cluster = await start_cluster(pods(2), [], prefill_policy="session_affinity", max_attempts=2)
+    session = {"x-session-id": "mine"}  # whose requests would all go to the same pod
+    await cluster.client.post("/v1/embeddings", json={"input": [4]}, headers=session)
+    (chosen,) = [pod for pod in cluster.prefill if pod.pooled]
+    chosen.pooling_failure = error
+    response = await cluster.client.post("/v1/embeddings", json={"input": [[5], [6], [7]]}, headers=session)
+    found = [each["embedding"] for each in response.json()["data"]]
+    assert found == [fake_numbers([each], 4).tolist() for each in (5, 6, 7)]
     assert cluster.metric("baton_router_prefill_retries_total", reason=error.code.label) >= 1
     await cluster.until_quiet()
 
