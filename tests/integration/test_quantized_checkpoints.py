@@ -146,3 +146,12 @@ def test_triton_kernels_take_the_layers(
     quantize_checkpoint(tiny_model_dir(model), tmp_path, "awq", GROUP)
     loaded = load_model(ModelConfig(model=str(tmp_path), dtype="float32"))
     assert (loaded.kernels, loaded.kernels_failed) == (kernels, False)
+
+
+def test_stages_have_their_layers(tmp_path: Path) -> None:
+    quantize_checkpoint(tiny_model_dir("llama"), tmp_path / "quantized", "awq", GROUP)
+    dequantized = save_dequantized(tmp_path / "quantized", tmp_path / "dequantized")
+    options = {"num_blocks": 64, "num_threads": 1, "dtype": "float32"}
+    with LLM(tmp_path / "quantized", device="cpu", pipeline_parallel_size=2, **options) as llm:
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [each.token_ids for each in found] == [reference_generate(dequantized, each, 6) for each in PROMPTS]

@@ -80,6 +80,9 @@ def dynamic_int8_linear_kernel(element: ElementType, *, has_bias: bool) -> Kerne
             sums = [b.variable(Value(b, constant(INT32, 0, MAX_LANES))) for _ in range(BLOCK)]
             with b.loop(0, a.in_features, DEPTH) as k:
                 inputs = b.ir.xor(b.read(source.at(k), _BYTE, DEPTH), constant(_BYTE, _OFFSET, DEPTH))
+                with b.when(row < 1):
+                    for output in range(BLOCK, 2 * BLOCK):  # of the next task
+                        b.prefetch(weight.at(a.in_features * output + k), DEPTH, near=False)
                 for output, sum_ in enumerate(sums):
                     weights = b.read(weight.at(a.in_features * output + k), _BYTE, DEPTH)
                     nodes = [sum_.get().node, inputs, weights]
