@@ -278,13 +278,13 @@ def test_options_are_the_table_of_sampling_parameters():
     assert set(Options.__annotations__) == given
 
 
-def test_the_package_has_four_names_and_no_torch():
+def test_the_package_has_few_names_and_no_torch():
     code = "import sys, baton; assert 'torch' not in sys.modules; print(*baton.__all__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert sorted(out.split()) == ["AsyncClient", "Client", "LLM", "SamplingParams"]
-    from common.engine.llm import LLM
+    assert sorted(out.split()) == ["AsyncClient", "Client", "LLM", "LoRARequest", "SamplingParams"]
+    from common.engine.llm import LLM, LoRARequest
 
-    assert baton.LLM is LLM
+    assert (baton.LLM, baton.LoRARequest) == (LLM, LoRARequest)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = baton.nonsense
     assert issubclass(UnavailableError, BatonError)
