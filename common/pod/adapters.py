@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from common.cancellation import end_tasks
 from common.engine.client.base import EngineClient
 from common.engine.contract.adapters import AdapterFacts
 from common.errors import (
@@ -53,6 +54,7 @@ class PodAdapters:
         self._lapses: dict[bytes, asyncio.TimerHandle] = {}  # of those that were asked for or lost a name lately
         self._lock = asyncio.Lock()  # around what the engine is asked
         self._tasks = TaskSet()
+        self._loading: set[asyncio.Task[AdapterFacts]] = set()
 
     @property
     def names(self) -> list[AdapterName]:
@@ -80,15 +82,28 @@ class PodAdapters:
         if (known := self._loaded.get(digest)) is not None:
             self._keep(digest)
             return known
+        # To its end, also if its caller has gone: what the engine has must be known here.
+        loading = asyncio.create_task(self._load(path), name="load adapter")
+        self._loading.add(loading)
+        loading.add_done_callback(self._note_loaded)
+        facts = await asyncio.shield(loading)
+        if digest and facts.digest != digest:
+            problem = f"the adapter in {quoted(path)} has the digest {_short(facts.digest)}, not {_short(digest)}"
+            raise ConflictError(problem, param="lora_path")
+        return facts
+
+    def _note_loaded(self, loading: asyncio.Task[AdapterFacts]) -> None:
+        self._loading.discard(loading)
+        if not loading.cancelled():
+            loading.exception()  # retrieved, also if its caller has gone
+
+    async def _load(self, path: str) -> AdapterFacts:
         directory = await asyncio.to_thread(_directory_of, path)
         async with self._lock:
             facts = await self._engine.load_adapter(directory)
             self._loaded[facts.digest] = facts
             self._keep(facts.digest)
         self._report()
-        if digest and facts.digest != digest:
-            problem = f"the adapter in {quoted(path)} has the digest {_short(facts.digest)}, not {_short(digest)}"
-            raise ConflictError(problem, param="lora_path")
         return facts
 
     def give_name(self, wanted: AdapterName) -> None:
@@ -105,6 +120,8 @@ class PodAdapters:
             raise UnknownModelError(f"adapter {_short(wanted.digest)} is not loaded", param="digest")
         self._forget_names()
         if known is None and len(self._names) >= MAX_NAMES:
+            self._forget_oldest()
+        if known is None and len(self._names) >= MAX_NAMES:
             raise OverloadedError(f"the pod has {len(self._names)} names of adapters, its limit")
         self._set(wanted)
         if known is not None and known.digest in self._loaded:
@@ -114,6 +131,7 @@ class PodAdapters:
         """Ends what it has begun; the engine is closed by its owner."""
         for lapse in self._lapses.values():
             lapse.cancel()
+        await end_tasks(list(self._loading))
         await self._tasks.close()
 
     def _set(self, name: AdapterName) -> None:
@@ -155,6 +173,11 @@ class PodAdapters:
         oldest = time.time_ns() - round(_FORGET_S * 1e9)
         for name in [each for each in self._names.values() if not each.digest and each.revision < oldest]:
             del self._names[name.name]
+
+    def _forget_oldest(self) -> None:
+        """Forgets the name that was taken away first, if one was."""
+        if taken := [each for each in self._names.values() if not each.digest]:
+            del self._names[min(taken, key=lambda each: each.revision).name]
 
 
 def _directory_of(path: str) -> str:

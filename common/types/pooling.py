@@ -17,6 +17,7 @@ Activation = Literal["softmax", "sigmoid", "identity"]
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 PER_TOKEN: frozenset[PoolingTask] = frozenset({"token_embed", "token_classify"})
 MAX_POOLED_BYTES = 16 * 2**20  # of one prompt's numbers, which travel in one message
+MAX_POOLED_REQUEST_BYTES = 64 * 2**20  # of the numbers of all prompts of a request, which a router holds at once
 NUMBER_BYTES = 4  # float32
 
 # In the place of what decides an answer, of which there is none.

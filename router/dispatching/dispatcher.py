@@ -185,6 +185,13 @@ class Dispatcher:
         pods = prefill if len(prefill) else self.pods.decode_table.columns()
         return room_of(pods, pods)
 
+    @property
+    def pooled_tokens_at_once(self) -> int:
+        """Tokens of one request's prompts that may be under way at once, of which pods keep room for others."""
+        prefill = self.pods.prefill_table.columns()
+        pods = prefill if len(prefill) else self.pods.decode_table.columns()
+        return int(pods.max_num_batched_tokens.sum())
+
     def plan_pooling(self, request: GenerationRequest, failed: Collection[str] = ()) -> Plan:
         """Plans where the prompt is pooled as of now. Changes nothing. `failed`: see Planner. Raises UnavailableError
         if no pod takes it."""

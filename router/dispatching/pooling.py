@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,8 @@ class PoolingRun:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._found: list[Pooled | None] = [None] * len(requests)
+        self._tokens = asyncio.Condition()  # of prompts under way
+        self._num_tokens = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -93,10 +96,10 @@ class PoolingRun:
         except TimeoutError as error:
             timeout_s = first.deadline - first.arrived_at
             overdue = DeadlineExceededError(f"the request was not finished within {timeout_s:g} s")
-            self._note_failure(overdue)
+            self.note_failure(overdue)
             raise overdue from error
         except BatonError as error:
-            self._note_failure(error)
+            self.note_failure(error)
             raise
         now = time.monotonic()
         self.timeline.end(now, finish_reason="stop")
@@ -120,7 +123,21 @@ class PoolingRun:
 
     async def _work(self, waiting: Iterator[tuple[int, GenerationRequest]]) -> None:
         for number, request in waiting:
-            self._found[number] = await self._pool(request, is_first=number == 0)
+            num_tokens = len(request.prompt_token_ids)
+            async with self._tokens:
+                await self._tokens.wait_for(partial(self._has_room, num_tokens))
+                self._num_tokens += num_tokens
+            try:
+                self._found[number] = await self._pool(request, is_first=number == 0)
+            finally:
+                self._num_tokens -= num_tokens
+            async with self._tokens:
+                self._tokens.notify_all()
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens may begin beside the others: a long request leaves pods room for others'
+        prompts."""
+        return not self._num_tokens or self._num_tokens + num_tokens <= self._dispatcher.pooled_tokens_at_once
 
     async def _pool(self, request: GenerationRequest, *, is_first: bool) -> Pooled:
         attempts, backoff = Attempts(self._dispatcher.survival.max_attempts), Backoff()
@@ -193,7 +210,8 @@ class PoolingRun:
         if is_first:
             self.timeline.prefilled(queue_s, compute_s, time.monotonic())
 
-    def _note_failure(self, error: BatonError) -> None:
+    def note_failure(self, error: BatonError) -> None:
+        """It has failed, or was refused: its timeline and the log say why."""
         self.timeline.end(time.monotonic(), error=error.code.label)
         level = logging.WARNING if error.code.value.http_status >= 500 else logging.INFO
         text = "%s: failed: %s: %s"

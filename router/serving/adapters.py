@@ -155,9 +155,11 @@ class Adapters:
         """All ready pods give the name, or it is taken back."""
         try:
             await _on_all(_ready(model), lambda pod: pod.name_adapter(wanted))
+        except ConflictError:  # a later change of the name, which holds
+            raise
         except BatonError:
             old = AdapterName(wanted.name, 0, b"", wanted.path) if before is None else before
-            restored = old._replace(revision=_revision_after(wanted))
+            restored = old._replace(revision=wanted.revision + 1)  # before any other change
             model.pods.say_adapter(restored)
             self._changed.set()  # all pods are brought to it
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.errors import UnavailableError
+from common.errors import UnavailableError, quoted
 from common.generation_config import SamplingDefaults
 from common.tokenization import Tokenizer
 from common.types import AdapterName, PoolingFacts
@@ -127,10 +127,13 @@ class ServedModel:
         self.gate.wake()
         self.pooling_gate.wake()
 
+    async def _wait_for(self, adapter: AdapterName) -> bool:
+        return await self.pods.wait_until_ready(self._pod_wait_s, adapter.digest)
+
     async def prepare(self, draft: Draft, adapter: AdapterName | None = None) -> GenerationRequest:
         """Raises as Preprocessor.prepare does. A pod that has just started gets its adapters, for which this waits."""
-        if adapter is not None and self.pods.can_serve:
-            await self.pods.wait_until_ready(self._pod_wait_s, adapter.digest)
+        if adapter is not None and self.pods.can_serve and not await self._wait_for(adapter):
+            raise UnavailableError(f"no decode pod is ready that has the adapter {quoted(adapter.name)}")
         return await self.preprocessor.prepare(draft, adapter)
 
     def name_of(self, request: GenerationRequest) -> str:

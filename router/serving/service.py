@@ -255,6 +255,12 @@ class InferenceService:
                     _dispatch(batch, model)
                 yield Run([TextGeneration(generation, model.tokenizer) for generation in generations], waited_s)
 
+    @property
+    def max_pooled_at_once(self) -> int:
+        """Prompts of a request that are pooled which may be under way at once: those that a full queue still takes."""
+        admission = self.config.admission
+        return max(1, min(admission.max_inflight, admission.max_queued))
+
     @asynccontextmanager
     async def pool(
         self, requests: Sequence[GenerationRequest], at_once: int
@@ -272,9 +278,11 @@ class InferenceService:
         try:
             async with model.pooling_gate.admitted(ticket, outlook, run.start) as waited_s:
                 yield run, waited_s
-        except (OverloadedError, UnattainableError):
+        except BatonError as error:
             if not run.is_started:
-                self.timelines.drop(serial)  # its client was told why
+                run.note_failure(error)
+                if isinstance(error, OverloadedError | UnattainableError):
+                    self.timelines.drop(serial)  # its client was told why
             raise
         finally:
             await run.close()

@@ -35,6 +35,7 @@ def asked(cluster: Cluster, lines: str) -> dict:
     return json.loads(printed)
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_page(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     embeddings, ranking = (asked(cluster, lines) for lines in blocks("sh"))
     assert [len(each["embedding"]) for each in embeddings["data"]] == [len(embeddings["data"][0]["embedding"])] * 2
@@ -44,5 +45,6 @@ def test_the_lines_of_the_page(cluster: Cluster, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("[64, 64] ")
 
 
+@pytest.mark.slow
 def test_the_printed_curl_line_answers(cluster: Cluster) -> None:
     assert asked(cluster, cluster.curl_line)["object"] == "list"

@@ -61,6 +61,13 @@ BASES: dict[str, dict[str, Any]] = {
     "TokenizeTextBody": {"prompt": "Hi"},
     "TokenizeChatBody": {"messages": MESSAGES},
     "DetokenizeBody": {"tokens": [5]},
+    "EmbeddingBody": {"input": "Hi"},
+    "PoolingBody": {"input": "Hi"},
+    "ClassifyBody": {"input": "Hi"},
+    "ScoreBody": {"text_1": "Hi", "text_2": "Hi"},
+    "RerankBody": {"query": "Hi", "documents": ["Hi"]},
+    "LoadAdapterBody": {"lora_name": "x", "lora_path": "/nowhere"},
+    "UnloadAdapterBody": {"lora_name": "x"},
 }
 NUM_WARNINGS = 20_000
 WARNED_ABOUT = {"regex": "x" + NUM_WARNINGS * "^"}  # of each a library writes a line to standard error itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from common.demo_model import demo_model_path
 from common.engine.llm import LLM
@@ -18,6 +19,7 @@ NUM_TOKENS = 24
 DEADLINE_S = 120.0
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_dequantised_weights(tmp_path: Path) -> None:
     quantized, dequantized = tmp_path / "quantized", tmp_path / "dequantized"
     quantize_checkpoint(Path(demo_model_path()), quantized, "awq", 32)

@@ -55,6 +55,17 @@ _OPERATIONS = [
     "GET /v1/requests",
     "GET /v1/requests/{request_id}",
     "POST /reset_prefix_cache",
+    "POST /v1/embeddings",
+    "POST /v1/classify",
+    "POST /classify",
+    "POST /v1/score",
+    "POST /score",
+    "POST /v1/rerank",
+    "POST /v2/rerank",
+    "POST /rerank",
+    "POST /pooling",
+    "POST /v1/load_lora_adapter",
+    "POST /v1/unload_lora_adapter",
 ]
 
 

@@ -31,7 +31,7 @@ def config_of(name: str) -> PreTrainedConfig:
     return tiny_config(name, hidden_size=256, intermediate_size=256, num_hidden_layers=2, head_dim=64)
 
 
-@pytest.fixture(scope="module", params=["LlamaConfig", "Qwen3Config"])
+@pytest.fixture(scope="module", params=["LlamaConfig", pytest.param("Qwen3Config", marks=pytest.mark.matrix)])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     random_model(config_of(request.param)).save_pretrained(directory)

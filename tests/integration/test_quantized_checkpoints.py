@@ -29,7 +29,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral", pytest.param("gemma2", marks=pytest.mark.matrix)])
+@pytest.fixture(
+    scope="module", params=["llama", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("mixtral", "gemma2"))]
+)
 def quantized(name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(name)
     quantize_checkpoint(tiny_model_dir(request.param), directory, name, GROUP)

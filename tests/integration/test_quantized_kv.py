@@ -79,7 +79,7 @@ def reference(directory: Path, prompts: Sequence[Sequence[int]], kind: str) -> l
     [
         ("llama", 33, {}),
         ("gemma3", 70, {}),
-        ("qwen3", 33, {"tensor_parallel_size": 2}),
+        pytest.param("qwen3", 33, {"tensor_parallel_size": 2}, marks=pytest.mark.matrix),
         pytest.param("qwen3", 33, {}, marks=pytest.mark.matrix),
         pytest.param("llama", 33, {"cpu_kernels": "reference"}, marks=pytest.mark.matrix),
         pytest.param("gemma3", 70, {"cpu_kernels": "reference"}, marks=pytest.mark.matrix),

@@ -50,6 +50,7 @@ from common.types import RequestId
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 600.0  # loading a large model from a slow disk
+_LOAD_ADAPTER_TIMEOUT_S = 300.0  # from a slow disk
 _CALL_TIMEOUT_S = 60.0  # a call is answered between two steps, and a step may be long
 
 
@@ -229,7 +230,8 @@ class AsyncClientBase(abc.ABC):
     async def load_adapter(self, directory: str) -> AdapterFacts:
         """See EngineClient."""
         call_id = next(self._call_ids)
-        answer = await self._ask(call_id, LoadAdapter(call_id=call_id, directory=directory), "load_adapter")
+        command = LoadAdapter(call_id=call_id, directory=directory)
+        answer = await self._ask(call_id, command, "load_adapter", _LOAD_ADAPTER_TIMEOUT_S)
         assert isinstance(answer.result, AdapterFacts)
         return answer.result
 
@@ -263,11 +265,11 @@ class AsyncClientBase(abc.ABC):
         call = Call(next(self._call_ids), method)
         return (await self._ask(call.call_id, call, method)).result
 
-    async def _ask(self, call_id: int, command: EngineCommand, what: str) -> CallResult:
+    async def _ask(self, call_id: int, command: EngineCommand, what: str, timeout_s: float | None = None) -> CallResult:
         """Sends a command and waits for its answer. Raises the error that it is."""
         self._check_alive()
         try:
-            answer = await self._answer_of(self._begin_call(call_id, command), what, self._call_timeout_s)
+            answer = await self._answer_of(self._begin_call(call_id, command), what, timeout_s or self._call_timeout_s)
         finally:
             self._calls.pop(call_id, None)
         if answer.error:

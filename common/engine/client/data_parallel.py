@@ -151,9 +151,17 @@ class DataParallelClient:
         await _all(engine.reset_prefix_cache() for engine in self._engines)
 
     async def load_adapter(self, directory: str) -> AdapterFacts:
-        """See EngineClient. All have it, or the first error is raised; those that have it then keep it until it is
-        unloaded or asked for again."""
-        return (await _all(engine.load_adapter(directory) for engine in self._engines))[0]
+        """See EngineClient. All have it, or the first error is raised, and none has it."""
+        answers = await asyncio.gather(
+            *(engine.load_adapter(directory) for engine in self._engines), return_exceptions=True
+        )
+        loaded = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if len(loaded) == len(answers):
+            return loaded[0]
+        for engine, answer in zip(self._engines, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                await engine.unload_adapter(answer.digest)
+        raise next(answer for answer in answers if isinstance(answer, BaseException))
 
     async def unload_adapter(self, digest: bytes) -> None:
         """See EngineClient."""

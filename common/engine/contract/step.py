@@ -43,11 +43,11 @@ class NewRequest:
     num_computed_tokens: int
     wants_prompt_logprobs: bool = False  # of the prompt's tokens but the first, as they are computed
     is_producer: bool = False  # what is known after its prompt is handed over
-    pooling: PoolingParams | None = None  # it samples nothing, and ends with its prompt
     positions: PromptPositions | None = None  # None: the tokens' places
     root: bytes = b""  # of its block hashes, see Request: tenants have different ones
     extra_keys: list[ExtraKey] = field(default_factory=list)  # of its block hashes
     adapter: bytes = b""  # digest of the adapter that it is computed with; empty: none
+    pooling: PoolingParams | None = None  # it samples nothing, and ends with its prompt
 
 
 class PromptLogprobs(NamedTuple):

@@ -4,7 +4,8 @@ SHA-256 over
 
 - of each weight file, in order of file name: its length, its whole safetensors header (names, types, shapes, offsets),
   and of its tensors `NUM_CHUNKS` evenly spaced chunks of `CHUNK_BYTES` and one from the middle of each: a checkpoint of
-  which a tensor was trained or quantised again differs in them, and reading them takes milliseconds;
+  which a tensor was trained or quantised again differs in them, and reading them takes milliseconds. Of a GGUF file,
+  names, types, shapes and places of its tensors, and chunks of each;
 - the parsed config.json without fields that change no number;
 - dtype of the computation and of the KV;
 - how the weights were quantised while they were loaded;
@@ -21,6 +22,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from common.engine.quantization.checkpoints.gguf import GGUF_SUFFIX, GGUFFile
 
 CHUNK_BYTES = 4096
 NUM_CHUNKS = 256
@@ -55,6 +58,9 @@ def fingerprint_model(
 
 
 def _digest_weights(path: Path) -> bytes:
+    if path.suffix == GGUF_SUFFIX:
+        with GGUFFile(path) as gguf:
+            return hashlib.sha256(b"".join(gguf.samples(CHUNK_BYTES))).digest()
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with path.open("rb") as file:

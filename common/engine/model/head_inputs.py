@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -46,6 +46,11 @@ class _WatchedHead(nn.Module):
         super().__init__()
         self.head = head
         self._inputs = inputs
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The head's, for whose type the code of some models asks."""
+        return cast("torch.Tensor", self.head.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, rows, size] -> [1, rows, vocabulary], of the rows for the head."""

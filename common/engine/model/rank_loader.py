@@ -261,8 +261,11 @@ class _WeightFiles:
             if self._format.is_quantized(names):
                 self._packed[f"{layer}.weight"] = names
                 yield f"{layer}.weight"
-            else:
+            elif set(names) == {"weight"}:
                 yield from names.values()
+            else:
+                other = next(each for suffix, each in names.items() if suffix != "weight")
+                raise refused(f"the weights have {other}, which is of no quantised layer and is not supported")
 
     def quantized(self, name: str, like: torch.Tensor, part: Part | None) -> GroupedLinear | None:
         """The linear layer with a part of a quantised weight, without a bias; None if the weight is not quantised, or
@@ -302,7 +305,8 @@ class _WeightFiles:
         if is_joined:
             if any(each in self._packed for own in names.values() for each in own):
                 raise refused(f"{name} is made of several quantised weights")
-            found = [self._file_of[each].get_tensor(each) for pattern in patterns for each in names.get(pattern, ())]
+            stored = [each for pattern in patterns for each in names.get(pattern, ())]
+            found = [_plain(each, self._file_of[each].get_tensor(each), like.dtype) for each in stored]
             joined = torch.cat(found).to(like.dtype)
             _check_shape(name, list(joined.shape), list(like.shape))
             return joined
@@ -327,14 +331,22 @@ class _WeightFiles:
             tensor = self._file_of[name].get_slice(name)
             _check_shape(name, tensor.get_shape(), shape)
         if part is None:
-            whole: torch.Tensor = tensor[:].to(dtype, copy=True)
+            whole: torch.Tensor = _plain(name, tensor[:], dtype).to(dtype, copy=True)
             return whole
         before, run = (slice(None),) * part.dim, shape[part.dim] // part.runs
         places = [slice(start + part.start, start + part.stop) for start in range(0, run * part.runs, run)]
-        cut = torch.cat([tensor[(*before, place)] for place in places], part.dim)
+        cut = _plain(name, torch.cat([tensor[(*before, place)] for place in places], part.dim), dtype)
         copy = torch.zeros((len(cut) + part.padding, *cut.shape[1:]), dtype=dtype)
         copy[: len(cut)] = cut
         return copy
+
+
+def _plain(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor. Raises ConfigError for numbers that mean something with a scale only, which was not found."""
+    if dtype.is_floating_point and (tensor.dtype.itemsize == 1 or not tensor.dtype.is_floating_point):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise refused(f"{name} is of {kind}, and the weights have no scale for it that is supported")
+    return tensor
 
 
 def _check_shape(name: str, found: list[int], wanted: list[int]) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from common.engine.contract.step import SchedulerOutput
 from common.engine.worker.batch import PromptRun
 from common.types import PoolingFacts, PoolingParams, RequestId
+from common.types.pooling import PER_TOKEN
 
 
 @dataclass(slots=True)
@@ -66,34 +67,27 @@ class Pooler:
                 request.total = own if request.total is None else request.total + own
                 return request.total[None] / request.num_tokens
             case "all":
-                request.rows = [*(request.rows or ()), rows]
+                request.rows = [*(request.rows or ()), self._wanted(rows, request.params)]
                 return torch.cat(request.rows) if is_last else rows
+
+    def _wanted(self, rows: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """The numbers of tokens that are kept until the prompt is whole, of which there are few beside the hidden
+        states: labels', or those of embeddings that are asked for."""
+        if _is_classified(params):
+            assert self._head is not None
+            return self._head(rows)
+        return rows[:, : params.dimensions or None]
 
     def _finish(
         self, done: Sequence[tuple[RequestId, PoolingParams, torch.Tensor]]
     ) -> Iterable[tuple[RequestId, bytes]]:
-        """Computes what all requests have in common at once."""
-        if not done:
-            return
-        vectors = torch.cat([each for _, _, each in done])
-        outputs = None
-        if self._head is not None and any(_is_classified(params) for _, params, _ in done):
-            outputs = self._head(vectors)
-        start = 0
+        """Computes what is left to be done of vectors."""
         for request_id, params, own in done:
-            rows = slice(start, start + len(own))
-            start = rows.stop
+            found = own if params.task in PER_TOKEN else self._wanted(own, params)
             if _is_classified(params):
-                assert outputs is not None
-                found = outputs[rows]
-                if params.use_activation:
-                    found = _activate(found, self._facts)
-            else:
-                found = vectors[rows]
-                if params.dimensions:
-                    found = found[:, : params.dimensions]
-                if params.use_activation and self._facts.normalizes:
-                    found = functional.normalize(found, dim=1)
+                found = _activate(found, self._facts) if params.use_activation else found
+            elif params.use_activation and self._facts.normalizes:
+                found = functional.normalize(found, dim=1)
             yield request_id, found.cpu().numpy().tobytes() if bool(torch.isfinite(found).all()) else b""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from common.errors import InvalidRequestError, quoted
 from common.types import PoolingFacts, PoolingParams
+from common.types.pooling import MAX_POOLED_REQUEST_BYTES, NUMBER_BYTES
 from router.dispatching.pooling import Pooled, PoolingRun
 from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
@@ -150,7 +151,7 @@ async def prepare(
         arrived_at=arrived_at,
     )
     requests: list[GenerationRequest] = []
-    num_tokens = 0
+    num_tokens = num_bytes = 0
     for number, (param, prompt) in enumerate(asked.prompts):
         if number:
             await others_turn(terms.tenant)  # one may take a few milliseconds, and there may be many
@@ -159,6 +160,10 @@ async def prepare(
         num_tokens += len(request.prompt_token_ids)
         if num_tokens > limit:
             problem = f"the inputs have more than the limit of {limit} tokens (max_request_tokens)"
+            raise InvalidRequestError(problem, param=param.partition("[")[0])
+        num_bytes += NUMBER_BYTES * model.pooling_facts.num_numbers(asked.pooling, len(request.prompt_token_ids))
+        if num_bytes > MAX_POOLED_REQUEST_BYTES:
+            problem = f"{asked.pooling.task} of the inputs takes more than {MAX_POOLED_REQUEST_BYTES} bytes; send fewer"
             raise InvalidRequestError(problem, param=param.partition("[")[0])
         requests.append(request)
     return requests
@@ -172,7 +177,7 @@ async def running(
     InferenceService.pool."""
     account.spend(sum(len(request.prompt_token_ids) for request in requests))
     service.count_prompts(requests)
-    at_once = min(len(requests), _AT_ONCE, account.quota.max_concurrent or _AT_ONCE)
+    at_once = min(len(requests), _AT_ONCE, account.quota.max_concurrent or _AT_ONCE, service.max_pooled_at_once)
     with account.admit_choices(at_once):
         async with service.pool(requests, at_once) as (run, waited_s):
             yield run, waited_s

@@ -152,7 +152,7 @@ class RerankBody(_ScoringBody, kw_only=True, forbid_unknown_fields=True):
     query: Annotated[str, Meta(description="The text that documents are ranked by.")]
     documents: Annotated[list[str | Document], Meta(description='Texts, or objects {"text": ...}.')]
     top_n: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="So many of the best documents; default: all.")
+        Annotated[int, Meta(ge=0)] | None, Meta(description="So many of the best documents; 0, and by default: all.")
     ] = None
     return_documents: Annotated[
         bool | None, Meta(description="Answer with the documents' texts, too; default true.")

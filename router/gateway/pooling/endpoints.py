@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from common.errors import RequestCancelledError
 from router.dispatching.pooling import Pooled
@@ -86,18 +87,21 @@ class PoolingEndpoint(JsonEndpoint[AnyBody]):
             head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model.name}
         opening, name = _encode(head)[:-1], b"results" if isinstance(parsed, RerankBody) else b"data"
         closing = b'],"usage":' + _encode(usage) + b"}"
-        await exchange.send_json([opening + b',"' + name + b'":[' + b",".join(parts) + closing])
+        await exchange.send_json([opening + b',"' + name + b'":[', *parts, closing])
 
     async def _encoded(self, found: _Found, exchange: Exchange) -> AsyncIterator[bytes]:
-        """The entries of the answer, encoded; others have their turn where there are many numbers."""
+        """The entries of the answer, encoded, with commas between them; others have their turn where there are many
+        numbers."""
         num_numbers = 0
-        for entry in _ENTRIES[self._kind](found):
-            encoded = _encode(entry)
-            num_numbers += len(encoded) // 16
-            if num_numbers > _MANY_NUMBERS:
-                num_numbers = 0
-                await others_turn(exchange.tenant)
-            yield encoded
+        for number, entry in enumerate(_ENTRIES[self._kind](found)):
+            if number:
+                yield b","
+            for part in _parts_of(entry):
+                num_numbers += len(part) // 16
+                if num_numbers > _MANY_NUMBERS:
+                    num_numbers = 0
+                    await others_turn(exchange.tenant)
+                yield part
 
     @contextmanager
     def _named(self, named: str, exchange: Exchange) -> Iterator[str]:
@@ -122,9 +126,20 @@ def _poolings(found: _Found) -> Iterator[dict[str, Any]]:
     is_per_token = found.asked.pooling.task in ("token_embed", "token_classify")
     for index, pooled in enumerate(found.pooled):
         numbers = _numbers(pooled, found.body.encoding_format)
-        if is_per_token and not isinstance(numbers, str):
-            numbers = pooled.numbers.tolist()
-        yield {"object": "pooling", "index": index, "data": numbers}
+        data = pooled.numbers if is_per_token and not isinstance(numbers, str) else numbers
+        yield {"object": "pooling", "index": index, "data": data}
+
+
+def _parts_of(entry: dict[str, Any]) -> Iterator[bytes]:
+    """An entry's JSON; of vectors [tokens, size] as its data, one after the other, as they may be many."""
+    data = entry.get("data")
+    if not isinstance(data, np.ndarray):
+        yield _encode(entry)
+        return
+    yield _encode({name: value for name, value in entry.items() if name != "data"})[:-1] + b',"data":['
+    for number, vector in enumerate(data):
+        yield (b"," if number else b"") + _encode(vector.tolist())
+    yield b"]}"
 
 
 def _classifications(found: _Found) -> Iterator[dict[str, Any]]:
@@ -145,7 +160,7 @@ def _ranking(found: _Found) -> Iterator[dict[str, Any]]:
     assert isinstance(found.body, RerankBody)
     scores, texts = found.asked.scores(found.pooled), found.body.texts
     best = sorted(range(len(scores)), key=lambda index: -scores[index])
-    for index in best[: found.body.top_n]:
+    for index in best[: found.body.top_n or None]:
         document = {} if found.body.return_documents is False else {"document": {"text": texts[index]}}
         yield {"index": index, "relevance_score": scores[index], **document}
 

@@ -28,6 +28,9 @@ ALLOWED = {
     "router/wire/access_log.py": "the time in a log line",
     "router/gateway/status.py": "`created` in answers",
     "router/gateway/completions.py": "`created` in answers",
+    "router/gateway/pooling/endpoints.py": "`created` in answers",
+    "router/serving/adapters.py": "revisions of names, on which several routers agree",
+    "common/pod/adapters.py": "age of names that were taken away, by the same clock",
     "router/timelines/timeline.py": "when a request came, shown to a person",
 }
 

@@ -105,7 +105,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
 _EXIT_TIMEOUT_S = 5.0  # for a process whose socket is closed
-_READ_ADAPTER_TIMEOUT_S = 50.0  # from a slow disk; clients wait for little longer
+_READ_ADAPTER_TIMEOUT_S = 240.0  # from a slow disk; clients wait for little longer
 _CAUSE_TIMEOUT_S = 2.0  # for another rank's failure or end to become known, if this one has lost it
 _DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
 _OWN_FACTS = frozenset(
@@ -146,6 +146,7 @@ class MultiprocExecutor:
         self._max_tokens = 0  # of a request
         self._num_steps = 0  # that have computed something
         self.adapters = RankAdapters(self)
+        self._num_reads = 0  # of adapters
         self._left: deque[set[RequestId]] = deque()  # of steps that run: requests that were dropped meanwhile
         self._sampled: dict[RequestId, list[int]] = {}  # that stages before the last do not know of yet
         self._has_started = False
@@ -266,18 +267,23 @@ class MultiprocExecutor:
 
     def read_adapter(self, directory: str) -> RankAdapter:
         """See Adapters.read. All ranks read it, at once."""
+        self._num_reads += 1
         for rank in self._ranks:
-            rank.connector.send(ReadAdapter(directory))
-        return RankAdapter.join([self._adapter_read(rank) for rank in self._ranks])
+            rank.connector.send(ReadAdapter(self._num_reads, directory))
+        due = time.monotonic() + _READ_ADAPTER_TIMEOUT_S
+        return RankAdapter.join([self._adapter_read(rank, due) for rank in self._ranks])
 
-    def _adapter_read(self, rank: _Rank) -> AdapterRead:
-        try:
-            answer = rank.adapters.get(timeout=_READ_ADAPTER_TIMEOUT_S)
-        except queue.Empty as error:
-            raise DeadlineExceededError(f"{rank.name} has not read the adapter in time") from error
-        if answer is None:
-            raise self._cause()
-        return answer
+    def _adapter_read(self, rank: _Rank, due: float) -> AdapterRead:
+        """The rank's answer to the last read; those to earlier ones, which came too late, are dropped."""
+        while True:
+            try:
+                answer = rank.adapters.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty as error:
+                raise DeadlineExceededError(f"{rank.name} has not read the adapter in time") from error
+            if answer is None:
+                raise self._cause()
+            if answer.number == self._num_reads:
+                return answer
 
     def tell_ranks(self, message: InstallAdapter | RemoveAdapter) -> None:
         """Sends all ranks a message between steps."""

@@ -174,12 +174,14 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
     """See Adapters.read. Answered beside steps, by AdapterRead."""
 
+    number: int
     directory: str
 
 
 class AdapterRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The adapter fits the rank's part of the model, or why it cannot be used."""
 
+    number: int  # of the ReadAdapter
     facts: AdapterFacts | None = None
     error: str = ""
 

@@ -85,6 +85,7 @@ from common.errors import BatonError, ConfigError, InvalidRequestError
 from common.imports import kept_imports
 from common.types import RequestId
 
+_MAX_READ = 64  # adapters that are read and not installed
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 logger = logging.getLogger("common.engine.executor.multiproc.worker_process")
@@ -286,17 +287,19 @@ class TransferThread:
         """Gives an adapter that was read."""
         return self._read.pop(digest)
 
-    def _read_adapter(self, directory: str) -> None:
+    def _read_adapter(self, number: int, directory: str) -> None:
         try:
             if self.adapters is None:
                 raise InvalidRequestError(NO_ADAPTERS)
             adapter = self.adapters.read(directory)
         except Exception as error:  # noqa: BLE001  third-party code over user files: the driver hears what it is
             reason = error.message if isinstance(error, BatonError) else f"the adapter cannot be read: {error}"
-            self.tell(AdapterRead(error=reason))
+            self.tell(AdapterRead(number=number, error=reason))
         else:
+            while len(self._read) >= _MAX_READ:  # that the driver has had no use for
+                self._read.pop(next(iter(self._read)))
             self._read[adapter.facts.digest] = adapter
-            self.tell(AdapterRead(facts=adapter.facts))
+            self.tell(AdapterRead(number=number, facts=adapter.facts))
 
     def tell(self, message: AdapterRead | Checked | OwnFigures | Settled | StepDigest) -> None:
         """Sends the driver a message. May be called from any thread."""
@@ -329,7 +332,7 @@ class TransferThread:
 
     def _take(self, message: Transfer) -> None:
         if isinstance(message, ReadAdapter):  # which takes a while: the driver asks for one after the other
-            threading.Thread(target=self._read_adapter, args=[message.directory], daemon=True).start()
+            threading.Thread(target=self._read_adapter, args=[message.number, message.directory], daemon=True).start()
             return
         if isinstance(message, StartLoad | StartSave):
             with self._step_ended:

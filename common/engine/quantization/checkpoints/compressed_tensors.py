@@ -43,6 +43,8 @@ class CompressedTensors:
                 raise unsupported(_METHOD, f"has weights of {kind[1]} bits and type {kind[0]}")
             formats.append(group.get("format") or "dense")
             self._block = weights.get("block_structure") or self._block
+        if settings.get("transform_config"):
+            raise unsupported(_METHOD, "has transforms of weights or activations (transform_config)")
         for each in formats:
             if each not in _FORMATS:
                 raise unsupported(_METHOD, f"is in the form {each!r}, not one of {', '.join(_FORMATS)}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ GGUF_SUFFIX = ".gguf"  # of file names
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_NUM_SAMPLES = 3  # of each tensor, for the model's fingerprint
 _ALIGNMENT = 32  # bytes, unless the file says another
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of values
 _TEXT, _LIST = 8, 9
@@ -146,7 +147,7 @@ class GGUFFile:
         """Raises ModelLoadError if it cannot be read, and ConfigError for what is not supported."""
         try:
             reader = _Reader(path)
-        except (OSError, ValueError, struct.error, UnicodeDecodeError, KeyError) as error:
+        except (OSError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ModelLoadError(f"{path} cannot be read: {error}", param="model") from error
         self._data, self._values = reader.data, reader.values
         self._architecture = str(self._values.get("general.architecture"))
@@ -160,6 +161,24 @@ class GGUFFile:
 
     def __exit__(self, *_: object) -> None:
         self._tensors.clear()
+
+    def samples(self, num_bytes: int) -> Iterator[bytes]:
+        """What a tensor is, and so many bytes from each of some places in it, tensor by tensor; first what is used of
+        the rest of the header."""
+        heads = {key: value for key, value in self._values.items() if ".attention.head_count" in key}
+        yield f"{self._architecture} {sorted(heads.items())}".encode()
+        for tensor in sorted(self._tensors.values(), key=lambda each: each.start):
+            yield repr(tensor).encode()
+            size = self._num_bytes(tensor)
+            for place in range(_NUM_SAMPLES):
+                start = tensor.start + max(0, size - num_bytes) * place // (_NUM_SAMPLES - 1)
+                yield bytes(self._data[start : min(start + num_bytes, tensor.start + size)])
+
+    def _num_bytes(self, tensor: _Tensor) -> int:
+        if (plain := _PLAIN.get(tensor.type)) is not None:
+            return int(np.prod(tensor.shape)) * plain.itemsize
+        kind = _TYPES[tensor.type]
+        return int(np.prod(tensor.shape)) // kind.inputs * kind.num_bytes
 
     def keys(self) -> Iterable[str]:
         """The names."""
@@ -189,7 +208,7 @@ class GGUFFile:
     def _in_halves(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
         """Rows of heads as `transformers` rotates them, halves: llama.cpp has them in pairs."""
         key = "head_count" if part == "q" else "head_count_kv"
-        num_heads = int(self._values[f"llama.attention.{key}"])
+        num_heads = int(self._values.get(f"llama.attention.{key}", self._values["llama.attention.head_count"]))
         return tensor.view(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
     def _named(self, tensor: _Tensor) -> tuple[str, _Tensor]:
@@ -231,6 +250,8 @@ class _Reader:
         self.values = dict(self._value() for _ in range(num_values))
         self.tensors = [self._tensor() for _ in range(num_tensors)]
         alignment = int(self.values.get("general.alignment", _ALIGNMENT))
+        if alignment < 1:
+            raise ValueError(f"its alignment is {alignment} bytes")
         self.data = self._raw[-(-self._place // alignment) * alignment :]
 
     def _take(self, count: int) -> np.ndarray:

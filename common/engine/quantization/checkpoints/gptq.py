@@ -48,7 +48,9 @@ class GPTQ:
         """See CheckpointFormat."""
         packed, per_word = Packed(tensors), 32 // self._bits
         num_outputs, num_inputs = shape
-        words = packed.take("qweight", (-(-num_inputs // per_word), num_outputs), torch.int32)
+        if num_inputs % per_word:
+            bad_weight(f"{num_inputs} inputs do not fill words of {per_word}")
+        words = packed.take("qweight", (num_inputs // per_word, num_outputs), torch.int32)
         scales = packed.take("scales", None, torch.float16, torch.bfloat16, torch.float32)
         num_groups = len(scales)
         packed.take("scales", (num_groups, num_outputs))

@@ -49,9 +49,11 @@ def numbers_layer(
     """The layer with weights (weight - zero) * scale, of int8 or float8_e4m3fn [out_features, in_features]. Scale and
     zero are one number, one for each output, [out_features, groups], or one for each `block` of outputs and inputs."""
     num_outputs, num_inputs = weight.shape
+    if zero is not None and zero.shape != scale.shape:
+        bad_weight(f"its scales are {list(scale.shape)}, and its zero points {list(zero.shape)}")
     if scale.numel() == 1:
         sizes = [num_outputs, num_inputs]
-    elif scale.numel() == num_outputs:
+    elif list(scale.shape) in ([num_outputs], [num_outputs, 1]):  # by shape: blocks may be as many as outputs
         sizes = [1, num_inputs]
     elif scale.dim() != 2:
         bad_weight(f"its scales are {list(scale.shape)}")

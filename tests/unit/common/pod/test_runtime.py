@@ -132,7 +132,7 @@ async def test_unusable_model_leaves_nothing_running() -> None:
     [
         (decode_main, ["--block-size", "0"], "--block-size"),
         (decode_main, ["--no-such-option"], "--no-such-option"),
-        (prefill_main, ["--connector", "none"], "--connector"),
+        (prefill_main, ["--connector", "nonsense"], "--connector"),
     ],
 )
 def test_wrong_setting_is_one_line_and_code_2(

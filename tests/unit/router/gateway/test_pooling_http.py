@@ -98,7 +98,7 @@ async def test_other_failures_and_invalid_answers_end_it(start_cluster):
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/pooling", {"input": "a", "task": "generate"}, "task"),
         ("/v1/classify", {"input": "a"}, "model"),
         ("/v1/completions", {"prompt": "a"}, "model"),

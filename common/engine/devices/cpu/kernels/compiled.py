@@ -36,7 +36,9 @@ Body = Callable[[Builder, Value, Any], None]
 
 def instructions() -> str:
     """Names what the kernels are compiled for, as far as it decides how they round."""
-    return f"{MAX_LANES} lanes, pairs {MULTIPLIES_PAIRS}, tiles {has_tiles()}"
+    features = binding.get_host_cpu_features()
+    of_bytes = [name for name in ("avx512vnni", "avx512vbmi") if features.get(name)]
+    return f"{MAX_LANES} lanes, pairs {MULTIPLIES_PAIRS}, tiles {has_tiles()}, bytes {of_bytes}"
 
 
 class Function:

@@ -47,12 +47,13 @@ def round_rows_kernel(element: ElementType) -> Kernel:
 
     def body(b: Builder, task: Value, a: Any) -> None:
         inputs, rounded = a.inputs.at(task * a.size), a.rounded.at(task * a.padded)
-        largest = b.variable(b.number(0.0, MAX_LANES))
+        largest, poison = (b.variable(b.number(0.0, MAX_LANES)) for _ in range(2))
         with b.loop(0, a.size, MAX_LANES) as k:
             value = inputs.at(k).load(MAX_LANES)
             largest.set(b.maximum(largest.get(), b.maximum(value, b.number(0.0, MAX_LANES) - value)))
+            poison.set(poison.get() + value * 0.0)  # NaN of NaN or infinity, which the maximum ignores
         most = b.max(largest.get())
-        a.scale.at(task).store(most / _LARGEST)
+        a.scale.at(task).store(most / _LARGEST + b.sum(poison.get()))
         steps = b.broadcast(b.select(b.number(0.0) < most, b.number(_LARGEST) / most, 0.0), MAX_LANES)
         with b.loop(0, a.size, MAX_LANES) as k:
             _store_rounded(b, rounded.at(k), inputs.at(k).load(MAX_LANES) * steps)

@@ -15,7 +15,8 @@ def scale_of(largest, poison, LIMIT: tl.constexpr):
     scale = tl.maximum(largest * (1.0 / LIMIT), 7.888609052210118e-31) + poison  # 2**-100
     bits = scale.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536  # to the nearest even one
-    return rounded.to(tl.float32, bitcast=True)
+    # Rounding would carry a NaN with all bits set, as GPUs have it, over into a zero.
+    return tl.where(scale == scale, rounded.to(tl.float32, bitcast=True), scale)
 
 
 @triton.jit
