@@ -163,8 +163,8 @@ class GGUFFile:
         self._tensors.clear()
 
     def samples(self, num_bytes: int) -> Iterator[bytes]:
-        """Yields what each tensor is, and so many bytes from each of some places in it; first what is used of the rest of
-        the header."""
+        """Yields what each tensor is, and so many bytes from each of some places in it; first what is used of the
+        rest of the header."""
         heads = {key: value for key, value in self._values.items() if ".attention.head_count" in key}
         yield f"{self._architecture} {sorted(heads.items())}".encode()
         for tensor in sorted(self._tensors.values(), key=lambda each: each.start):
