@@ -161,7 +161,7 @@ class InferenceService:
         return [each for name, each in model.pods.adapters.served.items() if name not in self._models]
 
     def model(self, name: str | None) -> ServedModel:
-        """The model of this name, or of this adapter, whoever asks. Raises as `asked` does."""
+        """Returns the model that has this name, or whose adapter has it, whoever asks. Raises as `asked`."""
         return self.asked(name, Tenant()).model
 
     def _known_models(self, tenant: Tenant) -> str:

@@ -52,7 +52,7 @@ def pack(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Vectors [..., block_size, head_dim] of `dtype` from what lies in blocks, [..., block_size, row_numbers]."""
+    """Decodes the rows of blocks, [..., block_size, row_numbers], to vectors [..., block_size, head_dim] of `dtype`."""
     runs, num_numbers = packed.flatten(-2), packed.shape[-2] * head_dim_of(packed)
     scales = runs[..., num_numbers:].contiguous().view(torch.bfloat16).float()
     numbers = runs[..., :num_numbers].float().view(*packed.shape[:-1], -1)
