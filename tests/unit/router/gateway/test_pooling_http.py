@@ -177,3 +177,13 @@ async def test_figures_and_timelines(start_cluster):
     timeline = (await cluster.client.get("/v1/requests/mine")).json()
     summary = timeline["request"]
     assert (summary["status"], summary["num_prompt_tokens"]) == ("finished", 4)
+
+
+async def test_the_numbers_of_a_request_are_bounded_over_all_its_inputs(start_cluster, monkeypatch):
+    cluster = await start_cluster(pods(), [])
+    monkeypatch.setattr("router.gateway.pooling.asked.MAX_POOLED_REQUEST_BYTES", 5 * 4 * 4)  # vectors of four numbers
+    vectors = await ask(cluster, "/pooling", task="token_embed", input=[[5, 6], [7, 8, 9]])
+    assert [len(entry["data"]) for entry in vectors["data"]] == [2, 3]
+    refused = await ask(cluster, "/pooling", status=400, task="token_embed", input=[[5, 6], [7, 8, 9, 10]])
+    assert refused["error"]["param"] == "input"
+    assert len(cluster.prefill[0].pooled) == 2
