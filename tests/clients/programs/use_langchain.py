@@ -1,12 +1,13 @@
-"""LangChain's OpenAI class: chats, streams, `bind_tools`, `with_structured_output`. Takes the router's URL."""
+"""LangChain's OpenAI classes: chats, streams, `bind_tools`, `with_structured_output`, embeddings. Takes a URL."""
 
 import asyncio
+import math
 import sys
 from typing import Literal
 
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 MODEL = "baton-demo"
@@ -51,3 +52,20 @@ for method in ("json_schema", "function_calling"):
 responses = ChatOpenAI(**options, max_completion_tokens=100, use_responses_api=True)
 print("the Responses API:", repr(responses.invoke([QUESTION]).text))
 print("a completion:", repr(OpenAI(**options, max_tokens=8).invoke("The capital of Italy is")))
+
+# Texts go as they are: otherwise LangChain would send numbers of OpenAI's tokens, which mean others to the model.
+embeddings = OpenAIEmbeddings(
+    model=MODEL,
+    base_url=options["base_url"],
+    api_key="none",
+    dimensions=64,
+    check_embedding_ctx_length=False,
+    max_retries=0,
+)
+TEXTS = ["Paris is in France.", "Tom has a red boat."]
+vectors = embeddings.embed_documents(TEXTS)
+assert [len(vector) for vector in vectors] == [64, 64]
+assert all(math.isclose(sum(number**2 for number in vector), 1, rel_tol=1e-5) for vector in vectors)
+assert math.dist(embeddings.embed_query(TEXTS[1]), vectors[1]) < 1e-5
+assert math.dist(asyncio.run(embeddings.aembed_query(TEXTS[0])), vectors[0]) < 1e-5
+print("embeddings:", len(vectors), "of", len(vectors[0]), "numbers")

@@ -1,6 +1,7 @@
-"""The `openai` client: chats, streams, completions, tools, structured output, responses. Takes the router's URL."""
+"""The `openai` client: chats, streams, completions, tools, structured output, responses, embeddings. Takes a URL."""
 
 import json
+import math
 import sys
 from typing import Literal
 
@@ -121,6 +122,17 @@ forced = client.responses.create(
     temperature=0,
 )
 print("responses, tools:", [(item.name, item.arguments) for item in forced.output if item.type == "function_call"])
+
+TEXTS = ["Paris is in France.", "Tom has a red boat."]
+embeddings = client.embeddings.create(model=MODEL, input=TEXTS)  # asks for base64
+floats = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
+assert all(
+    math.dist(one.embedding, other.embedding) < 1e-5 for one, other in zip(embeddings.data, floats.data, strict=True)
+)
+print("embeddings:", [len(each.embedding) for each in embeddings.data], embeddings.usage.total_tokens, "tokens")
+short = client.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=64)
+assert math.isclose(sum(number**2 for number in short.data[0].embedding), 1, rel_tol=1e-5)
+print("embeddings, dimensions:", [len(each.embedding) for each in short.data])
 
 try:
     client.chat.completions.create(model="another", messages=QUESTION)
