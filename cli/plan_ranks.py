@@ -34,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="Directory or hub id. (default: the demo model)")
     parser.add_argument("--memory", required=True, metavar="SIZE", help="What each rank may take: 80GB, 512MiB.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Default: the model's own.")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "int8", "fp8"), default="auto", help="auto: that of --dtype. (default)"
+    )
     parser.add_argument("--block-size", default="16", metavar="N", help="Tokens of a KV block. (default: %(default)s)")
     parser.add_argument(
         "--tensor-parallel-size", metavar="N", help=f"Only this many ranks. (default: {', '.join(map(str, _DEGREES))})"
@@ -55,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
         args.dtype,
         pipeline_parallel_size=_integer(args, "pipeline_parallel_size", _MAX_RANKS),
         enable_expert_parallel=args.enable_expert_parallel,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     print(describe_ranks(table, memory, block_size))
     return 0

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from common.engine.config import ParallelConfig
+from common.engine.config import KVCacheDType, ParallelConfig
+from common.engine.contract.kv_groups import QUANTIZED_KV, row_numbers_of
 from common.engine.model.parallel_plan import Heads, Place, heads_of
 from common.engine.model.rank_loader import outline_of, weight_bytes
 from common.errors import ConfigError, ModelLoadError
@@ -56,6 +57,8 @@ class RankTable(NamedTuple):
 
     model: str
     dtype: str
+    kv_dtype: str
+    is_quantized: bool  # whether weights take less than `sizes` say
     handoff_per_token: int  # bytes, whatever the ranks of both pods
     sizes: list[RankSizes]
     refused: dict[int, str]  # why a model cannot have so many ranks
@@ -72,9 +75,11 @@ def rank_table(
     *,
     pipeline_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> RankTable:
-    """Sizes by number of ranks in each stage. Reads the model's configuration only. Raises ConfigError if there is
-    none, or the model cannot have any of the degrees."""
+    """Sizes by number of ranks in each stage. Reads the model's configuration only, and takes weights for as large as
+    `dtype` says, though a checkpoint be quantised. Raises ConfigError if there is no configuration, the KV is not of
+    that type, or the model cannot have any of the degrees."""
     config = _config_of(model)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ()
@@ -83,8 +88,10 @@ def rank_table(
         raise ConfigError(f"{model}: its KV cache is not one of heads, and is not known here", param="model")
     own = getattr(text, "dtype", None)
     name = dtype or str(own or torch.float32).removeprefix("torch.")
-    kind = DTYPES[name]
-    whole = _kv_per_token(text, heads_of(config, 1), kind, text.num_hidden_layers)
+    if kv_cache_dtype != "auto" and _has_latents(text):
+        raise ConfigError.of("kv_cache_dtype", f"{kv_cache_dtype}, but {model} keeps latents, which are not quantised")
+    kind, kv_dtype = DTYPES[name], QUANTIZED_KV.get(kv_cache_dtype, name)
+    whole = _kv_per_token(text, heads_of(config, 1), kv_dtype, text.num_hidden_layers)
     sizes, refused = [], {}
     for degree in degrees:
         try:
@@ -93,30 +100,32 @@ def rank_table(
                 pipeline_parallel_size=pipeline_parallel_size,
                 enable_expert_parallel=enable_expert_parallel,
             )
-            sizes.append(_sizes_of(config, text, kind, parallel))
+            sizes.append(_sizes_of(config, text, kind, kv_dtype, parallel))
         except (ConfigError, ValueError) as error:  # the latter from settings that exclude each other
             refused[degree] = str(error)
     if not sizes:
         raise ConfigError("; ".join(dict.fromkeys(refused.values())))
-    return RankTable(model, name, whole, sizes, refused)
+    method = getattr(config, "quantization_config", None)
+    return RankTable(model, name, kv_dtype, method is not None, whole, sizes, refused)
 
 
-def _sizes_of(config: Any, text: Any, dtype: torch.dtype, parallel: ParallelConfig) -> RankSizes:
+def _sizes_of(config: Any, text: Any, dtype: torch.dtype, kv_dtype: str, parallel: ParallelConfig) -> RankSizes:
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     heads, experts = heads_of(config, size), Place(0, size) if parallel.enable_expert_parallel else None
     stages = []
     for stage in range(num_stages):
         outline = outline_of(config, dtype, Place(0, size), experts, Place(stage, num_stages))
-        kv_per_token = _kv_per_token(text, heads, dtype, len(outline.stage.layers))
+        kv_per_token = _kv_per_token(text, heads, kv_dtype, len(outline.stage.layers))
         stages.append(StageSizes(weight_bytes(outline), kv_per_token))
     return RankSizes(parallel, stages)
 
 
-def _kv_per_token(text: Any, heads: Heads, dtype: torch.dtype, num_layers: int) -> int:
+def _kv_per_token(text: Any, heads: Heads, dtype: str, num_layers: int) -> int:
+    itemsize = getattr(torch, dtype).itemsize
     if _has_latents(text):
-        return int(num_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize)
+        return int(num_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * itemsize)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads.num_heads
-    return int(2 * num_layers * heads.kv_of_rank * head_dim * dtype.itemsize)
+    return int(2 * num_layers * heads.kv_of_rank * row_numbers_of(dtype, head_dim) * itemsize)
 
 
 def _has_latents(text: Any) -> bool:
@@ -144,7 +153,10 @@ def describe_ranks(table: RankTable, memory: int, block_size: int) -> str:
 
 
 def _lines(table: RankTable, memory: int, block_size: int) -> Iterator[str]:
-    yield f"model   {table.model}, {table.dtype}, {memory / _MIB:,.0f} MiB for each rank"
+    kv = f", KV in {table.kv_dtype}" if table.kv_dtype != table.dtype else ""
+    yield f"model   {table.model}, {table.dtype}{kv}, {memory / _MIB:,.0f} MiB for each rank"
+    if table.is_quantized:
+        yield "        its checkpoint is quantised: weights take less than this table says"
     yield ""
     yield "ranks  weights of a rank  with process  KV of a token  of a block  tokens that fit"
     for each in table.sizes:

@@ -52,6 +52,16 @@ def test_ranks_have_parts_of_weights_and_kv_but_one_kv_head_at_least() -> None:
     assert table.fewest(PROCESS_BYTES) is None
 
 
+def test_quantised_kv_has_a_scale_for_each_head() -> None:
+    directory = tiny_model_dir("llama")
+    config = AutoConfig.from_pretrained(directory)
+    table = rank_table(str(directory), [1], None, kv_cache_dtype="int8")
+    head_dim = config.hidden_size // config.num_attention_heads
+    assert table.handoff_per_token == 2 * config.num_hidden_layers * config.num_key_value_heads * (head_dim + 2)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: int8, but"):
+        rank_table(str(tiny_model_dir("deepseek_v3")), [1], None, kv_cache_dtype="int8")
+
+
 def test_every_rank_has_all_latents() -> None:
     directory = tiny_model_dir("deepseek_v3")
     config = AutoConfig.from_pretrained(directory)
