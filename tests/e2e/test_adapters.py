@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from cli.main import main
 from common.demo_model import DEMO_MODEL_NAME, demo_model_path
 from tests.e2e.cluster import ROOT, Cluster, running_cluster
 from tests.e2e.reference import greedy_completion
@@ -17,6 +21,7 @@ from tests.lora import merged_dir
 
 PROMPT = "Once upon a time"
 MAX_TOKENS = 12
+CHAT_TOKENS = 40  # by then adapters have changed the answer
 
 
 def page_blocks(language: str) -> list[str]:
@@ -60,6 +65,42 @@ def test_each_adapter_answers_as_the_model_that_it_is_merged_into(
         "second": repr(expected(adapters, "second")),
     }
     assert len(set(answers.values())) == 3
+
+
+def test_every_api_and_a_batch_answer_with_the_adapter(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question, source, output = "Tell me a story.", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "user", "content": question}]
+
+    def post(path: str, name: str, **body: object) -> dict[str, Any]:
+        asked = {"model": name, "temperature": 0, **body}
+        response = httpx.post(f"{cluster.url}{path}", json=asked, timeout=60)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        assert answer["model"] == name
+        return answer
+
+    def answers(name: str) -> set[str]:
+        chat = post("/v1/chat/completions", name, messages=messages, max_tokens=CHAT_TOKENS)
+        message = post("/v1/messages", name, messages=messages, max_tokens=CHAT_TOKENS)
+        response = post("/v1/responses", name, input=question, max_output_tokens=CHAT_TOKENS)
+        body = {"model": name, "messages": messages, "max_tokens": CHAT_TOKENS, "temperature": 0}
+        line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        source.write_text(json.dumps(line) + "\n")
+        output.unlink(missing_ok=True)
+        assert main(["run-batch", "-i", str(source), "-o", str(output)]) == 0
+        batched = json.loads(output.read_text())["response"]["body"]
+        return {
+            chat["choices"][0]["message"]["content"],
+            message["content"][0]["text"],
+            response["output"][0]["content"][0]["text"],
+            batched["choices"][0]["message"]["content"],
+        }
+
+    monkeypatch.setenv("BATON_URL", cluster.url)
+    (plain,), (first,), (second,) = (answers(name) for name in (DEMO_MODEL_NAME, "first", "second"))
+    assert len({plain, first, second}) == 3
 
 
 def test_the_pages_lines_for_loading(cluster: Cluster, adapters: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -124,3 +125,29 @@ async def test_replaced_weights_are_for_new_requests(cluster: Cluster, tmp_path:
     await cluster.load("polite", path, in_place=True)
     assert await cluster.tokens("polite") == [expected_tokens(PROMPT, 8, adapter=new)]
     assert await running == [expected_tokens(PROMPT, 100, adapter=old)]
+
+
+async def test_a_stream_that_broke_goes_on_with_its_adapter(cluster: Cluster, tmp_path: Path):
+    path, digest = adapter(tmp_path / "a", b"weights")
+    await cluster.load("polite", path)
+    body = {"model": "polite", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    async def read(headers: dict[str, str], num_tokens: int) -> tuple[list[int], str]:
+        """The first tokens, and the id of the last event."""
+        tokens, last_id = [], ""
+        asked = {**body, "max_tokens": 20, "stream": True}
+        async with cluster.client.stream("POST", "/v1/completions", json=asked, headers=headers) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line.startswith("id: "):
+                    last_id = line.removeprefix("id: ")
+                elif line.startswith("data: {"):
+                    tokens += json.loads(line.removeprefix("data: "))["choices"][0].get("token_ids") or []
+                elif not line and len(tokens) >= num_tokens:
+                    break
+        return tokens, last_id
+
+    first, last_id = await read({"x-baton-resumable": "1"}, 5)
+    rest, _ = await read({"last-event-id": last_id}, 20 - len(first))
+    assert 5 <= len(first) < 20
+    assert first + rest == expected_tokens(PROMPT, 20, adapter=digest)
