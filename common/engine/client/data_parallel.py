@@ -28,7 +28,7 @@ from common.engine.messages import (
     TransferUpdate,
     join_stats,
 )
-from common.errors import EngineDeadError, ModelLoadError
+from common.errors import ConflictError, EngineDeadError, ModelLoadError
 from common.types import RequestId
 
 _WAITING_WEIGHT = 4  # requests that run, as which one that waits counts
@@ -59,6 +59,7 @@ class DataParallelClient:
         self._stats = [EngineStats()] * len(engines)
         self._num_sent = [0] * len(engines)  # requests since the stats
         self._last = len(engines) - 1  # that was chosen
+        self._adapters: set[bytes] = set()  # digests of those that all have
         self._cause_of_death: EngineDeadError | None = None
 
     async def start(self) -> EngineSpec:
@@ -151,20 +152,26 @@ class DataParallelClient:
         await _all(engine.reset_prefix_cache() for engine in self._engines)
 
     async def load_adapter(self, directory: str) -> AdapterFacts:
-        """See EngineClient. All have it, or the first error is raised, and none has it."""
+        """See EngineClient. All have it, or the first error is raised, and none has it that did not before. Raises
+        ConflictError if they read different weights."""
         answers = await asyncio.gather(
             *(engine.load_adapter(directory) for engine in self._engines), return_exceptions=True
         )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
         loaded = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if len(loaded) == len(answers):
+        if not errors and len({each.digest for each in loaded}) > 1:
+            errors = [ConflictError(f"lora_path: {directory} was replaced while engines read it", param="lora_path")]
+        if not errors:
+            self._adapters.add(loaded[0].digest)
             return loaded[0]
         for engine, answer in zip(self._engines, answers, strict=True):
-            if not isinstance(answer, BaseException):
+            if not isinstance(answer, BaseException) and answer.digest not in self._adapters:
                 await engine.unload_adapter(answer.digest)
-        raise next(answer for answer in answers if isinstance(answer, BaseException))
+        raise errors[0]
 
     async def unload_adapter(self, digest: bytes) -> None:
         """See EngineClient."""
+        self._adapters.discard(digest)
         await _all(engine.unload_adapter(digest) for engine in self._engines)
 
     async def close(self) -> None:

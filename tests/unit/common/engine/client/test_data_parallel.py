@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -13,10 +13,12 @@ import pytest
 
 from common.engine.client import AsyncMPClient, DataParallelClient, create_client
 from common.engine.client.data_parallel import data_parallel_rank_of, id_in_engine
-from common.engine.config import CacheConfig, EngineConfig, ParallelConfig
-from common.engine.executor.fake import expected_tokens
+from common.engine.client.threaded import AsyncInprocClient
+from common.engine.config import AdapterConfig, CacheConfig, EngineConfig, ParallelConfig
+from common.engine.contract.adapters import AdapterFacts
+from common.engine.executor.fake import FakeExecutor, expected_tokens
 from common.engine.messages import AddRequest, EngineStats, StepFigures, join_stats
-from common.errors import ConfigError, EngineDeadError
+from common.errors import ConfigError, ConflictError, EngineDeadError, InvalidRequestError
 from common.types import FinishReason, RequestId, SamplingParams
 from tests.unit.common.engine.fake_engines import MODULE
 
@@ -126,6 +128,55 @@ async def test_an_engine_that_cannot_start_leaves_none(monkeypatch: pytest.Monke
     for engine in client._engines:
         assert isinstance(engine, AsyncMPClient)
         assert engine._process is None or engine._process.returncode is not None
+
+
+class _InTurn(AsyncInprocClient):
+    """Reads an adapter after the earlier engine has, from what is there then."""
+
+    def __init__(self, config: EngineConfig, executor: FakeExecutor, earlier: _InTurn | None = None) -> None:
+        super().__init__(config, lambda _: executor)
+        self._earlier = earlier
+        self._has_read = asyncio.Event()
+        self.before_load: Callable[[], object] = bool
+
+    async def load_adapter(self, directory: str) -> AdapterFacts:
+        if self._earlier is not None:
+            await self._earlier._has_read.wait()
+            self._earlier._has_read.clear()
+        self.before_load()
+        try:
+            return await super().load_adapter(directory)
+        finally:
+            self._has_read.set()
+
+
+async def test_all_engines_have_an_adapter_or_those_that_had_it(tmp_path: Path) -> None:
+    config = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=64), adapters=AdapterConfig(max_loras=2))
+    weights, executors = tmp_path / "adapter_model.safetensors", [FakeExecutor(block_size=4) for _ in range(2)]
+    first_engine = _InTurn(config, executors[0])
+    last = _InTurn(config, executors[1], first_engine)
+    client = DataParallelClient([first_engine, last])
+    await client.start()
+
+    def installed() -> list[set[bytes]]:
+        return [executor.adapters.installed for executor in executors]
+
+    weights.write_bytes(b"first")
+    first = (await client.load_adapter(str(tmp_path))).digest
+    assert installed() == [{first}, {first}]
+    last.before_load = weights.unlink
+    with pytest.raises(InvalidRequestError, match="has no adapter"):
+        await client.load_adapter(str(tmp_path))
+    assert installed() == [{first}, {first}]
+    for change, error in ((weights.unlink, InvalidRequestError), (lambda: weights.write_bytes(b"3"), ConflictError)):
+        weights.write_bytes(b"second")
+        last.before_load = change
+        with pytest.raises(error):
+            await client.load_adapter(str(tmp_path))
+        assert installed() == [{first}, {first}]
+    await client.unload_adapter(first)
+    assert installed() == [set(), set()]
+    await client.close()
 
 
 def test_joined_stats_are_sums() -> None:
