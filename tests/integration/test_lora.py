@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from common.engine.devices.cpu import packed_linear
 from common.engine.llm import LLM, LoRARequest
@@ -137,18 +138,40 @@ def test_what_latent_attention_has_absorbed_is_refused(tmp_path: Path) -> None:
         assert raised.value.param == "lora_path"
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param({"cpu_kernels": "reference"}, marks=pytest.mark.matrix)])
+def deeper(adapter: Path, directory: Path) -> Path:
+    """The same for a model that has a layer more."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    own = {key: tensor for key, tensor in tensors.items() if ".layers.0.mlp.up_proj." in key}
+    tensors |= {key.replace("layers.0", "layers.9"): tensor.clone() for key, tensor in own.items()}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
+    return directory
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2, "cpu_kernels": "reference"}, marks=pytest.mark.matrix),
+        pytest.param({"pipeline_parallel_size": 2, "cpu_kernels": "reference"}, marks=pytest.mark.matrix),
+        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.matrix),
+    ],
+)
 def test_two_ranks_have_a_part_of_each_adapter(settings: dict[str, Any], adapters: list[Path], tmp_path: Path) -> None:
     model = tiny_model_dir("qwen3")
     chosen = [*adapters, None] * 2
     prompts = [prompt_of(length) for length in (5, 33) for _ in range(9)]
-    with LLM(model, block_size=4, num_blocks=400, tensor_parallel_size=2, num_threads=1, **settings) as llm:
-        if settings:  # a model that runs its own code takes none on several ranks
+    with LLM(model, block_size=4, num_blocks=400, num_threads=1, **settings) as llm:
+        if settings == {"tensor_parallel_size": 2, "cpu_kernels": "reference"}:
+            # A model that runs its own code takes none on several ranks of a stage.
             with pytest.raises(InvalidRequestError, match="computes no adapters"):
                 llm.generate(prompts[:1], lora_request=named(adapters[0]))
             return
         with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json"):
             llm.generate(prompts[:1], lora_request=LoRARequest("none", 1, str(tmp_path)))
+        with pytest.raises(InvalidRequestError, match=r"no layer 'model\.layers\.9\.mlp\.up_proj'"):
+            llm.generate(prompts[:1], lora_request=named(deeper(adapters[0], tmp_path)))
         found = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[named(each) for each in chosen])
         for completion, adapter, prompt in zip(found, chosen, prompts, strict=True):
             assert completion.token_ids == expected(model, adapter, prompt), adapter

@@ -6,10 +6,22 @@ from typing import Protocol
 
 import msgspec
 
+from common.errors import InvalidRequestError, quoted
+
 NO_ADAPTERS = (
-    "this engine computes no adapters: it does with one rank, or with tensor-parallel ranks and fused kernels, and not "
-    "with batch_invariant"
+    "this engine computes no adapters: it does with one rank, stages, or tensor-parallel ranks and fused kernels, and "
+    "not with batch_invariant or experts cut whole"
 )
+
+
+def unusable(reason: str) -> InvalidRequestError:
+    """The error of an adapter that is not what it should be."""
+    return InvalidRequestError(f"the adapter cannot be used: {reason}", param="lora_path")
+
+
+def no_such_layer(path: str) -> InvalidRequestError:
+    """The error of an adapter for a layer that the model does not have."""
+    return unusable(f"the model has no layer {quoted(path)} that an adapter may change")
 
 
 class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -27,6 +39,10 @@ class ReadAdapter(Protocol):
     @property
     def facts(self) -> AdapterFacts:
         """Its digest, and the like."""
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Paths of layers that it changes and the worker does not have: they are of other stages, or of none."""
 
 
 class Adapters(Protocol):

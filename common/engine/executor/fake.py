@@ -296,6 +296,7 @@ class FakeAdapter(NamedTuple):
     """See ReadAdapter."""
 
     facts: AdapterFacts
+    absent: frozenset[str] = frozenset()
 
 
 class FakeAdapters:

@@ -336,11 +336,15 @@ class _Source(NamedTuple):
 
     def adapted_layers(self) -> AdaptedLayers | None:
         """Returns the list of layers that adapters may change, still empty; None if there can be none."""
-        is_staged = self.links.num_stages > 1 or self.experts is not None
-        if self.adapters is None or is_staged or self.config.batch_invariant:
+        if self.adapters is None or self.experts is not None or self.config.batch_invariant:
             return None
-        limits = self.adapters
-        return AdaptedLayers(self.device, limits.max_loras, limits.max_lora_rank, is_cut=self.ranks.size > 1)
+        return AdaptedLayers(
+            self.device,
+            self.adapters.max_loras,
+            self.adapters.max_lora_rank,
+            is_cut=self.ranks.size > 1,
+            is_staged=self.links.num_stages > 1,
+        )
 
     @property
     def is_cut(self) -> bool:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from common.engine.contract.adapters import AdapterFacts, ReadAdapter
+from common.engine.contract.adapters import AdapterFacts, ReadAdapter, no_such_layer, unusable
 from common.engine.devices.adapters import (
     NO_ADAPTER,
     AdaptedLinear,
@@ -38,7 +38,7 @@ from common.engine.devices.adapters import (
 from common.engine.devices.base import Device
 from common.engine.model.parallel_layers import CutLayer
 from common.engine.quantization.base import AnyLinear, QuantizedLinear
-from common.errors import InvalidRequestError, quoted
+from common.errors import quoted
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -78,14 +78,17 @@ class LoraAdapter:
 
     facts: AdapterFacts
     pairs: Mapping[str, LoraPair]  # by the path of the layer
+    absent: frozenset[str]  # see ReadAdapter
 
 
 class AdaptedLayers:
     """The linear layers of a model that adapters may change, as they are found."""
 
-    def __init__(self, device: Device, num_slots: int, max_rank: int, *, is_cut: bool) -> None:
-        """`is_cut`: the model's layers are, over ranks; those of which it is not known how get no adapters."""
+    def __init__(self, device: Device, num_slots: int, max_rank: int, *, is_cut: bool, is_staged: bool) -> None:
+        """`is_cut`: the model's layers are, over ranks; those of which it is not known how get no adapters.
+        `is_staged`: other stages have some of the model's layers."""
         self.is_cut = is_cut
+        self.is_staged = is_staged
         self.batch = AdapterBatch(num_slots, device.torch_device)
         self.targets: dict[str, Target] = {}
         self.max_rank = max_rank
@@ -194,6 +197,7 @@ class ModelAdapters:
         self._dtype = dtype
         self._device = device
         self._max_rank = layers.max_rank
+        self._is_staged = layers.is_staged
         self._installed: dict[bytes, LoraAdapter] = {}
         self._slots: dict[bytes, int] = {}  # of those on the device, least recently used first
         self._free = list(range(self.batch.num_slots - 1, -1, -1))
@@ -206,7 +210,9 @@ class ModelAdapters:
 
     def read(self, directory: str) -> LoraAdapter:
         """See Adapters."""
-        adapter = read_lora(Path(directory), self._targets, max_rank=self._max_rank, dtype=self._dtype)
+        adapter = read_lora(
+            Path(directory), self._targets, max_rank=self._max_rank, dtype=self._dtype, is_staged=self._is_staged
+        )
         for target in self._targets.values():  # all of them, as recorded steps have them all
             target.layer.prepare()
         return adapter
@@ -286,29 +292,38 @@ class RequestAdapters:
         return StepAdapters(slots, slots[wanted]) if (slots != NO_ADAPTER).any() else None
 
 
-def read_lora(directory: Path, targets: Mapping[str, Target], *, max_rank: int, dtype: torch.dtype) -> LoraAdapter:
-    """Reads an adapter for layers of these paths. Raises InvalidRequestError."""
+def read_lora(
+    directory: Path, targets: Mapping[str, Target], *, max_rank: int, dtype: torch.dtype, is_staged: bool = False
+) -> LoraAdapter:
+    """Reads an adapter for layers of these paths. If it changes others, they are of other stages where `is_staged`, and
+    in its digest only. Raises InvalidRequestError."""
     config = _read_config(directory)
     tensors = _read_tensors(directory)
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key.removeprefix(_PREFIX))
         if match is None:
-            raise _unusable(f"{WEIGHTS_FILE} has {quoted(key)}, which is no matrix of a linear layer's adapter")
+            raise unusable(f"{WEIGHTS_FILE} has {quoted(key)}, which is no matrix of a linear layer's adapter")
         halves.setdefault(match["path"], {})[match["which"]] = tensor
     if not halves:
-        raise _unusable(f"{WEIGHTS_FILE} is empty")
+        raise unusable(f"{WEIGHTS_FILE} is empty")
     scale_of = _scales(config)
     digest = hashlib.sha256(b"baton.lora.v1\0")
     pairs: dict[str, LoraPair] = {}
-    num_bytes = 0
+    largest = num_bytes = 0
     for path in sorted(halves):
-        a, b = _checked(path, halves[path], targets, max_rank)
-        scale = scale_of(path, len(a))
-        for name, tensor in (("A", a), ("B", b)):
+        rank = _rank_of(path, halves[path])
+        scale = scale_of(path, rank)
+        for name, tensor in sorted(halves[path].items()):
             digest.update(f"{path}\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{scale!r}\0".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        num_bytes += (a.numel() + b.numel()) * dtype.itemsize
+            num_bytes += tensor.numel() * dtype.itemsize
+        largest = max(largest, rank)
+        if path not in targets:
+            if not is_staged:
+                raise no_such_layer(path)
+            continue
+        a, b = _checked(path, halves[path], targets[path], max_rank)
         if (cut := targets[path].cut) is not None:
             own = slice(cut.start, cut.stop)
             a, b = (a, b[own]) if cut.dim == 0 else (a[:, own], b)
@@ -316,38 +331,40 @@ def read_lora(directory: Path, targets: Mapping[str, Target], *, max_rank: int, 
     base_model = config.get("base_model_name_or_path")
     facts = AdapterFacts(
         digest=digest.digest(),
-        rank=max(len(pair.a) for pair in pairs.values()),
+        rank=largest,
         num_bytes=num_bytes,
         base_model=base_model if isinstance(base_model, str) else "",
     )
-    return LoraAdapter(facts, pairs)
+    return LoraAdapter(facts, pairs, frozenset(halves.keys() - targets.keys()))
+
+
+def _rank_of(path: str, halves: Mapping[str, torch.Tensor]) -> int:
+    """The rank of a layer's matrices, if there are two."""
+    if set(halves) != {"A", "B"}:
+        raise unusable(f"{quoted(path)} has one matrix of two")
+    for name, tensor in halves.items():
+        if tensor.dim() != 2 or not tensor.numel() or not tensor.dtype.is_floating_point:
+            raise unusable(f"lora_{name} of {quoted(path)} is {list(tensor.shape)} of {tensor.dtype}")
+    return len(halves["A"])
 
 
 def _checked(
-    path: str, halves: Mapping[str, torch.Tensor], targets: Mapping[str, Target], max_rank: int
+    path: str, halves: Mapping[str, torch.Tensor], target: Target, max_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both matrices of a layer, if they fit."""
-    target = targets.get(path)
-    if target is None:
-        raise _unusable(f"the model has no layer {quoted(path)} that an adapter may change")
-    if set(halves) != {"A", "B"}:
-        raise _unusable(f"{quoted(path)} has one matrix of two")
     a, b = halves["A"], halves["B"]
-    for name, tensor in halves.items():
-        if tensor.dim() != 2 or not tensor.dtype.is_floating_point:
-            raise _unusable(f"lora_{name} of {quoted(path)} is {list(tensor.shape)} of {tensor.dtype}")
     rank = len(a)
     if rank > max_rank:
-        raise _unusable(f"rank {rank} of {quoted(path)} is above max_lora_rank {max_rank}")
+        raise unusable(f"rank {rank} of {quoted(path)} is above max_lora_rank {max_rank}")
     found = [rank, a.shape[1], *b.shape]
     expected = [rank, target.in_features, target.out_features, rank]
-    if found != expected or not rank:
-        raise _unusable(
+    if found != expected:
+        raise unusable(
             f"{quoted(path)} has matrices {list(a.shape)} and {list(b.shape)}, but the model's layer has "
             f"{target.in_features} inputs and {target.out_features} outputs: is it of another model?"
         )
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise _unusable(f"{quoted(path)} has numbers that are not finite")
+        raise unusable(f"{quoted(path)} has numbers that are not finite")
     return a, b
 
 
@@ -358,19 +375,19 @@ def _read_config(directory: Path) -> dict[str, Any]:
             content = file.read(_MAX_CONFIG_BYTES)
         config = json.loads(content)
     except FileNotFoundError as error:
-        raise _unusable(f"{directory} has no {CONFIG_FILE}") from error
+        raise unusable(f"{directory} has no {CONFIG_FILE}") from error
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise _unusable(f"{path} cannot be read: {error}") from error
+        raise unusable(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise _unusable(f"{path} is not a JSON object")
+        raise unusable(f"{path} is not a JSON object")
     if (kind := config.get("peft_type", "LORA")) != "LORA":
-        raise _unusable(f"its peft_type is {quoted(kind)}, not 'LORA'")
+        raise unusable(f"its peft_type is {quoted(kind)}, not 'LORA'")
     for name, allowed in _REFUSED.items():
         if (value := config.get(name)) not in allowed:
-            raise _unusable(f"{name} is {quoted(value)}, which is not supported")
+            raise unusable(f"{name} is {quoted(value)}, which is not supported")
     initialisation = config.get("init_lora_weights")
     if isinstance(initialisation, str) and initialisation.lower().startswith(_CHANGES_WEIGHTS):
-        raise _unusable(
+        raise unusable(
             f"init_lora_weights is {quoted(initialisation)}, which changes the model's own weights; convert it to LoRA"
         )
     return config
@@ -380,14 +397,14 @@ def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     path = directory / WEIGHTS_FILE
     if not path.is_file():
         pickled = (directory / "adapter_model.bin").exists()
-        raise _unusable(
+        raise unusable(
             f"{directory} has no {WEIGHTS_FILE}" + (", and adapter_model.bin is not read" if pickled else "")
         )
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no mapping
     except (SafetensorError, OSError, ValueError, TypeError, MemoryError) as error:
-        raise _unusable(f"{path} is not a safetensors file: {error}") from error
+        raise unusable(f"{path} is not a safetensors file: {error}") from error
 
 
 def _scales(config: Mapping[str, Any]) -> Callable[[str, int], float]:
@@ -396,12 +413,12 @@ def _scales(config: Mapping[str, Any]) -> Callable[[str, int], float]:
     patterns = config.get("alpha_pattern") or {}
     is_stabilised = bool(config.get("use_rslora"))
     if not isinstance(patterns, dict):
-        raise _unusable("alpha_pattern is not an object")
+        raise unusable("alpha_pattern is not an object")
 
     def scale_of(path: str, rank: int) -> float:
         alpha = next((value for pattern, value in patterns.items() if _matches(pattern, path)), default)
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise _unusable(f"lora_alpha is {quoted(alpha)}, not a number")
+            raise unusable(f"lora_alpha is {quoted(alpha)}, not a number")
         return alpha / (math.sqrt(rank) if is_stabilised else rank)
 
     return scale_of
@@ -412,9 +429,5 @@ def _matches(pattern: str, path: str) -> bool:
     that are more than that are refused, as matching them may take any time."""
     name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
     if not _NAME.fullmatch(name):
-        raise _unusable(f"alpha_pattern has {quoted(pattern)}, which is not the name of a layer")
+        raise unusable(f"alpha_pattern has {quoted(pattern)}, which is not the name of a layer")
     return path == name or (not pattern.startswith("^") and path.endswith(f".{name}"))
-
-
-def _unusable(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the adapter cannot be used: {reason}", param="lora_path")

@@ -31,8 +31,6 @@ import msgspec
 import numpy as np
 
 from common.engine.config import EngineConfig
-from common.engine.contract import adapters as contract_adapters
-from common.engine.contract.adapters import AdapterFacts
 from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource, no_masks
 from common.engine.contract.model import ModelFacts
@@ -45,6 +43,7 @@ from common.engine.contract.step import (
     RunningStep,
     SchedulerOutput,
 )
+from common.engine.executor.multiproc.adapters import RankAdapters, RankReads
 from common.engine.executor.multiproc.channel import Channel
 from common.engine.executor.multiproc.digests import RankDigests, create_digests
 from common.engine.executor.multiproc.model_check import check_model
@@ -63,7 +62,6 @@ from common.engine.executor.multiproc.protocol import (
     Identified,
     IdentifyModel,
     InitializeKVCache,
-    InstallAdapter,
     Loaded,
     LoadModel,
     LogLine,
@@ -72,8 +70,6 @@ from common.engine.executor.multiproc.protocol import (
     Opened,
     OwnFigures,
     RankLaunch,
-    ReadAdapter,
-    RemoveAdapter,
     Settled,
     StartAnswer,
     StartLoad,
@@ -98,14 +94,13 @@ from common.engine.messages import RankFigures
 from common.engine.phases import PhaseClock
 from common.engine.worker.slots import SlotHeads
 from common.engine.worker.step_measurement import measure_steps
-from common.errors import ConfigError, DeadlineExceededError, EngineDeadError, InvalidRequestError, ModelLoadError
+from common.errors import ConfigError, EngineDeadError, ModelLoadError
 from common.types import RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
 _EXIT_TIMEOUT_S = 5.0  # for a process whose socket is closed
-_READ_ADAPTER_TIMEOUT_S = 240.0  # from a slow disk; clients wait for little longer
 _CAUSE_TIMEOUT_S = 2.0  # for another rank's failure or end to become known, if this one has lost it
 _DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
 _OWN_FACTS = frozenset(
@@ -145,8 +140,7 @@ class MultiprocExecutor:
         self._num_groups = 1
         self._max_tokens = 0  # of a request
         self._num_steps = 0  # that have computed something
-        self.adapters = RankAdapters(self)
-        self._num_reads = 0  # of adapters
+        self.adapters = RankAdapters(self._broadcast, self._cause)
         self._left: deque[set[RequestId]] = deque()  # of steps that run: requests that were dropped meanwhile
         self._sampled: dict[RequestId, list[int]] = {}  # that stages before the last do not know of yet
         self._has_started = False
@@ -265,30 +259,6 @@ class MultiprocExecutor:
         store = self._staging.store
         return violations if store is None else violations + store.violations()
 
-    def read_adapter(self, directory: str) -> RankAdapter:
-        """See Adapters.read. All ranks read it, at once."""
-        self._num_reads += 1
-        for rank in self._ranks:
-            rank.connector.send(ReadAdapter(self._num_reads, directory))
-        due = time.monotonic() + _READ_ADAPTER_TIMEOUT_S
-        return RankAdapter.join([self._adapter_read(rank, due) for rank in self._ranks])
-
-    def _adapter_read(self, rank: _Rank, due: float) -> AdapterRead:
-        """The rank's answer to the last read; those to earlier ones, which came too late, are dropped."""
-        while True:
-            try:
-                answer = rank.adapters.get(timeout=max(0.0, due - time.monotonic()))
-            except queue.Empty as error:
-                raise DeadlineExceededError(f"{rank.name} has not read the adapter in time") from error
-            if answer is None:
-                raise self._cause()
-            if answer.number == self._num_reads:
-                return answer
-
-    def tell_ranks(self, message: InstallAdapter | RemoveAdapter) -> None:
-        """Sends all ranks a message between steps."""
-        self._broadcast(message)
-
     def _checked(self, rank: _Rank) -> list[str]:
         """The rank's answer."""
         try:
@@ -396,6 +366,7 @@ class MultiprocExecutor:
         name = f"rank {len(self._ranks)} of {self._num_ranks}"
         steps = lambda: self._num_steps  # noqa: E731
         self._ranks.append(_Rank(name, process, calls, events, self._fail, self._has_failed, steps, digests))
+        self.adapters.ranks.append(self._ranks[-1].adapters)
 
     def _call(self, call: ToRanks, kind: type[_Answer]) -> list[_Answer]:
         """The answers of all ranks to a call of the start."""
@@ -457,44 +428,6 @@ class MultiprocExecutor:
         """Why a socket is closed, of which the rank's thread hears at the same time."""
         self._has_failed.wait(_CAUSE_TIMEOUT_S + _EXIT_TIMEOUT_S)
         return self._failure or EngineDeadError("a rank has closed its socket")
-
-
-class RankAdapter(NamedTuple):
-    """See contract.adapters.ReadAdapter. Each rank has its part of it."""
-
-    facts: AdapterFacts
-
-    @classmethod
-    def join(cls, by_rank: Sequence[AdapterRead]) -> RankAdapter:
-        """The adapter that all ranks have read. Raises InvalidRequestError if one cannot use it, or has another."""
-        for rank, answer in enumerate(by_rank):
-            if answer.facts is None:
-                raise InvalidRequestError(answer.error, param="lora_path")
-            if answer.facts != by_rank[0].facts:
-                raise InvalidRequestError(
-                    f"the adapter cannot be used: rank {rank} has read another one than rank 0", param="lora_path"
-                )
-        assert by_rank[0].facts is not None
-        return cls(by_rank[0].facts)
-
-
-class RankAdapters:
-    """See contract.adapters.Adapters. Those of all ranks."""
-
-    def __init__(self, executor: MultiprocExecutor) -> None:
-        self._executor = executor
-
-    def read(self, directory: str) -> RankAdapter:
-        """See Adapters."""
-        return self._executor.read_adapter(directory)
-
-    def install(self, adapter: contract_adapters.ReadAdapter) -> None:
-        """See Adapters."""
-        self._executor.tell_ranks(InstallAdapter(adapter.facts.digest))
-
-    def remove(self, digest: bytes) -> None:
-        """See Adapters."""
-        self._executor.tell_ranks(RemoveAdapter(digest))
 
 
 class _Running(NamedTuple):
@@ -566,7 +499,7 @@ class _Rank:
         self.name = name
         self.figures: RankFigures | None = None  # what it last told of itself
         self.checked: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()  # answers; None: there will be none
-        self.adapters: queue.SimpleQueue[AdapterRead | None] = queue.SimpleQueue()  # likewise
+        self.adapters = RankReads(name, self.connector.send)
         self.process = process
         self._events = events
         self._on_failure = on_failure

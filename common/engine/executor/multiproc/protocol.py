@@ -183,6 +183,7 @@ class AdapterRead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int  # of the ReadAdapter
     facts: AdapterFacts | None = None
+    absent: list[str] = []  # see contract.adapters.ReadAdapter
     error: str = ""
 
 

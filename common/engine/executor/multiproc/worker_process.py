@@ -299,7 +299,7 @@ class TransferThread:
             while len(self._read) >= _MAX_READ:  # that the driver has had no use for
                 self._read.pop(next(iter(self._read)))
             self._read[adapter.facts.digest] = adapter
-            self.tell(AdapterRead(number=number, facts=adapter.facts))
+            self.tell(AdapterRead(number=number, facts=adapter.facts, absent=sorted(adapter.absent)))
 
     def tell(self, message: AdapterRead | Checked | OwnFigures | Settled | StepDigest) -> None:
         """Sends the driver a message. May be called from any thread."""
