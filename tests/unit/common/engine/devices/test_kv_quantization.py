@@ -11,6 +11,7 @@ from common.engine.devices.cpu.attention import CpuAttention
 from common.engine.devices.kv_quantization import head_dim_of, pack, quantize, rounded, unpack
 from common.engine.devices.torch.attention import TorchAttention
 
+SHAPES = [(6, 2), (12, 4), (64, 16), (80, 48)]  # numbers of a head, tokens of a block
 TYPES = [torch.int8, torch.float8_e4m3fn]
 NUM_LAYERS, LAYER, NUM_KV_HEADS, NUM_HEADS = 2, 1, 2, 6
 LENGTHS = [57, 33, 16, 2, 1]  # of decodes
@@ -54,9 +55,16 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 48), (12, 4), (6, 2)])
 @pytest.mark.parametrize("args", ARGS, ids=["plain", "everything"])
-@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "block_size"),
+    [
+        *(("torch", *shape) for shape in SHAPES),
+        *(("cpu", *shape) for shape in SHAPES),
+        ("triton", *SHAPES[0]),
+        *(pytest.param("triton", *shape, marks=pytest.mark.kernels) for shape in SHAPES[1:]),
+    ],
+)
 def test_attention_is_that_of_rounded_keys_and_values(
     backend: str,
     args: AttentionArgs,
