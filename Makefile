@@ -33,7 +33,7 @@ test-slow: $(DEV)
 
 ## Unit and integration tests beside two spinning processes per core, three times: none decides by time. An hour and a half.
 test-busy: $(DEV)
-	$(BIN)/python -m tests.busy --runs 3 -n 2 --dist loadfile --timeout 900 tests/unit tests/integration $(ARGS)
+	$(BIN)/python -m tests.busy --runs 3 -n 4 --dist loadfile --timeout 900 tests/unit tests/integration $(ARGS)
 
 ## The Helm chart with any two of its options together, its alerts, and upgrades, scaling and lost machines rehearsed
 ## with processes under load. Ten minutes.
