@@ -29,6 +29,7 @@ from common.errors import ConfigError, ModelLoadError
 _NUMBERS_PER_PROGRAM = 1024
 _MAX_ERROR = 0.02  # of the norm
 _FEW_ROWS = 128  # over which widening all weights costs less than widening them for each tile of rows
+_MAX_WIDENED = 1 << 24  # weights that are widened at a time: what that takes for a while is in no profile of memory
 _KINDS = {torch.int32: "int4", torch.int8: "int8", torch.float8_e4m3fn: "float8"}  # of codes
 
 
@@ -161,10 +162,10 @@ class TritonGroupedLinear(nn.Module):
         """[..., in_features] -> [..., out_features]"""
         rows = inputs.reshape(-1, self.in_features).contiguous()
         linear, tile = self._linear, self._tile
-        if len(rows) > _FEW_ROWS and not self._is_few_only:
-            return functional.linear(inputs, linear.dequantized().to(inputs.dtype), linear.bias)
         out = torch.empty((len(rows), self.out_features), dtype=inputs.dtype, device=inputs.device)
-        if len(rows):
+        if len(rows) > _FEW_ROWS and not self._is_few_only:
+            self._multiply_widened(rows, out)
+        elif len(rows):
             grouped_linear_kernel[(triton.cdiv(len(rows), tile.rows), triton.cdiv(self.out_features, tile.columns))](
                 rows,
                 self._codes,
@@ -183,6 +184,14 @@ class TritonGroupedLinear(nn.Module):
                 num_stages=tile.num_stages,
             )
         return out.view(*inputs.shape[:-1], self.out_features)
+
+    def _multiply_widened(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """By cuBLAS, some outputs at a time."""
+        step, bias = max(1, _MAX_WIDENED // self.in_features), self._linear.bias
+        for start in range(0, self.out_features, step):
+            some = slice(start, start + step)
+            weight = self._linear.outputs(some).dequantized().to(rows.dtype)
+            out[:, some] = functional.linear(rows, weight, None if bias is None else bias[some])
 
 
 def compile_linears(model: nn.Module) -> None:
