@@ -10,7 +10,8 @@ rounded to other tokens, in bfloat16 often.
 With int8 the sides compute less of the same. Baton (`--quantization int8`) has int8 weights in all linear layers, and
 activations in bfloat16 if the processor multiplies that, else in float32. vLLM loads a checkpoint of compressed-tensors
 with the same int8 weights, but rounds activations to int8 for each product, too (W8A8), and keeps the output layer in
-bfloat16: other tokens are to be expected. Sides of transformers take no part.
+bfloat16: other tokens are to be expected. With int8-dynamic Baton rounds activations as well. Sides of transformers
+take no part in either.
 
     baton           the engine in its process, as `baton.LLM` runs it
     vllm            vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
@@ -22,6 +23,7 @@ bfloat16: other tokens are to be expected. Sides of transformers take no part.
     prefill         prompt tokens per second of one prompt of 1,024 tokens
     offline         output tokens per second of 32 prompts of 256 tokens with 64 tokens each, prefill included
     serving         `baton up` and `vllm serve` over HTTP, with `baton bench serve` as the client
+    embeddings      prompts per second, of which the last token's hidden state is wanted
     speculation     output tokens per second of decoding while answers repeat prompts of 128 tokens of which some are
                     changed, with n-gram speculation and without, on Baton and vLLM
 
@@ -39,7 +41,7 @@ from pathlib import Path
 
 import transformers
 
-from benchmarks.compare import offline, report, speculation
+from benchmarks.compare import offline, pooling, report, speculation
 from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
 from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
 from benchmarks.compare.offline import Measure, Row, measure_model
@@ -53,10 +55,10 @@ from common.demo_model import demo_model_path
 
 _QUICK_REPEATS, _REPEATS = 1, 5
 _MODELS = ["0.6B", "8B"] if ON_GPU else ["demo", "100M", "0.6B"]
-_SECTIONS = {"offline": _MODELS, "serving": ["100M"]}
+_SECTIONS = {"offline": _MODELS, "embeddings": ["100M"], "serving": ["100M"]}
 if not ON_GPU:  # whose memory is shared out between one engine of Baton and one of vLLM
     _SECTIONS["speculation"] = ["0.6B"]
-_DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8"]
+_DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8", "int8-dynamic"]
 
 
 def main() -> int:
@@ -72,7 +74,7 @@ def main() -> int:
     models = {section: args.models or _SECTIONS[section][: 2 if args.quick else None] for section in sections}
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
     machine = describe_torch_machine()
-    dtypes = args.dtypes or [name for name in _DTYPES if not (args.quick and name == "int8")]
+    dtypes = args.dtypes or [name for name in _DTYPES if not (args.quick and name.startswith("int8"))]
     precisions = [PRECISIONS[name] for name in dtypes]
     limits = {precision.name: measure_limits(precision.dtype) for precision in precisions}
     drawing = args.markdown.with_suffix(".svg") if args.markdown else Path("compare.svg")
@@ -88,6 +90,15 @@ def main() -> int:
             for row in _measure(model, directory, precisions, names, offline.MEASURES, repeats, limits, logs):
                 page.add(report.offline_row(row, names))
                 rows.append(row)
+        if "embeddings" in models:
+            engines = [name for name in names if name in pooling.SIDES]
+            sides = [pooling.SIDES[name] for name in engines]
+            page.section("Embeddings")
+            page.add(*table(report.offline_columns(engines)))
+        for model in models.get("embeddings", ()):
+            directory = _directory(model, logs)
+            for row in _measure(model, directory, precisions, sides, pooling.MEASURES, repeats, limits, logs):
+                page.add(report.offline_row(pooling.by_engine(row), engines))
         if "speculation" in models:
             engines = [side for name in names for side in speculation.SIDES.get(name, ())]
             page.section("Speculation")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
+from benchmarks.compare.side import largest
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from common.engine.messages import AddRequest
-from common.types import RequestId, SamplingParams
+from common.types import NO_SAMPLING, PoolingParams, RequestId, SamplingParams
 
 _SHARE_OF_GPU = 0.3  # for the KV cache: the sides share one device
 _OPTIONS: dict[str, dict[str, Any]] = {"invariant": {"batch_invariant": True}, "baton_ngram": {"speculative": "ngram"}}
@@ -47,9 +49,36 @@ class Baton:
         self._client.close()
 
 
+class BatonPooling(Baton):
+    """See Generator. Embeds, see benchmarks.compare.pooling."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, on_step: Callable[[int], None]
+    ) -> list[list[int]]:
+        """See Generator."""
+        numbers: dict[RequestId, bytes] = {}
+        for prompt in prompts:
+            request_id = RequestId(f"r{self._num_requests}")
+            self._num_requests += 1
+            numbers[request_id] = b""
+            self._client.add_request(
+                AddRequest(
+                    request_id=request_id,
+                    prompt_token_ids=list(prompt),
+                    sampling=NO_SAMPLING,
+                    pooling=PoolingParams(task="embed"),
+                )
+            )
+        while self._client.has_work:
+            numbers |= {output.request_id: output.pooled for output in self._client.step().outputs}
+        on_step(1)
+        return [largest(np.frombuffer(each, "<f4").tolist()) for each in numbers.values()]
+
+
 def load(name: str, directory: str, dtype: str, quantization: str | None) -> Baton:
     """Returns the side of this name with a model."""
-    return Baton(InprocClient(offline_config(directory, dtype, quantization, **_OPTIONS.get(name, {}))))
+    side = BatonPooling if name == "baton_pooling" else Baton
+    return side(InprocClient(offline_config(directory, dtype, quantization, **_OPTIONS.get(name, {}))))
 
 
 def offline_config(

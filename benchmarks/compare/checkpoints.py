@@ -60,7 +60,7 @@ class Precision(NamedTuple):
 
     def suits(self, side: str) -> bool:
         """Whether a side can compute in it."""
-        return side not in ("transformers", "generate_batch") or self.quantization is None
+        return not side.startswith(("transformers", "generate_batch")) or self.quantization is None
 
 
 PRECISIONS = {
@@ -69,6 +69,7 @@ PRECISIONS = {
         Precision("float32", "float32"),
         Precision("bfloat16", "bfloat16"),
         Precision("int8", "bfloat16" if MULTIPLIES_PAIRS else "float32", "int8"),
+        Precision("int8-dynamic", "bfloat16" if MULTIPLIES_PAIRS else "float32", "int8-dynamic"),
     )
 }
 

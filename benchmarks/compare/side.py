@@ -19,10 +19,13 @@ from typing import NamedTuple, Protocol
 _MODULES = {
     "baton": "baton_side",
     "baton_ngram": "baton_side",
+    "baton_pooling": "baton_side",
     "invariant": "baton_side",
     "vllm": "vllm_side",
     "vllm_ngram": "vllm_side",
+    "vllm_pooling": "vllm_side",
     "transformers": "transformers_side",
+    "transformers_pooling": "transformers_side",
     "generate_batch": "generate_batch_side",
 }
 
@@ -42,10 +45,15 @@ class Generator(Protocol):
         self, prompts: Sequence[Sequence[int]], num_tokens: int, on_step: Callable[[int], None]
     ) -> list[list[int]]:
         """Returns `num_tokens` greedy tokens after each prompt, ends of sequence ignored. Calls `on_step` after each
-        step with the number of tokens that every prompt has by then."""
+        step with the number of tokens that every prompt has by then; sides that pool, once, with 1."""
 
     def close(self) -> None:
         """Ends what it has started."""
+
+
+def largest(embedding: Sequence[float]) -> list[int]:
+    """Returns the place of its largest number: what sides that pool answer with, in place of tokens."""
+    return [max(range(len(embedding)), key=lambda place: abs(embedding[place]))]
 
 
 def serve(load: Callable[..., Generator]) -> None:

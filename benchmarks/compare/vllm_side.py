@@ -11,6 +11,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 import torch
 from vllm import LLM, SamplingParams
 
+from benchmarks.compare.side import largest
+
 _SHARE_OF_GPU = 0.4  # model included: the sides share one device
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}  # as Baton's
 
@@ -52,6 +54,35 @@ class Vllm:
         """See Generator."""
 
 
-def load(name: str, directory: str, dtype: str, _: str | None) -> Vllm:
+class VllmPooling:
+    """See Generator. Embeds, see benchmarks.compare.pooling."""
+
+    def __init__(self, directory: str, dtype: str) -> None:
+        self._llm = LLM(
+            model=directory,
+            dtype=dtype,
+            runner="pooling",
+            convert="embed",
+            max_model_len=4096,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            **({"gpu_memory_utilization": _SHARE_OF_GPU} if torch.cuda.is_available() else {}),
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, on_step: Callable[[int], None]
+    ) -> list[list[int]]:
+        """See Generator."""
+        answers = self._llm.embed([{"prompt_token_ids": list(prompt)} for prompt in prompts], use_tqdm=False)
+        on_step(1)
+        return [largest(answer.outputs.embedding) for answer in answers]
+
+    def close(self) -> None:
+        """See Generator."""
+
+
+def load(name: str, directory: str, dtype: str, _: str | None) -> Vllm | VllmPooling:
     """Returns the side of this name with a model."""
+    if name == "vllm_pooling":
+        return VllmPooling(directory, dtype)
     return Vllm(directory, dtype, **({"speculative_config": _NGRAM} if name == "vllm_ngram" else {}))
