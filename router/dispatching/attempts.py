@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+ADAPTER_PARAM = "adapter"  # in a pod's error: it does not have the request's, or not any more
+
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 1.0
 

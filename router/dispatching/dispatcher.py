@@ -99,6 +99,10 @@ class Dispatcher:
         """The first name of the model."""
         return next(iter(self.pods.names), "")
 
+    def name_of(self, request: GenerationRequest) -> str:
+        """The name of the model in the request's timeline: its adapter's, if it has one."""
+        return self.model_name if request.adapter is None else request.adapter.name
+
     @property
     def unavailable_reason(self) -> str:
         """Why no request can be dispatched now; empty: one can."""
@@ -152,7 +156,7 @@ class Dispatcher:
         if not self.pods.can_serve:
             return self.pods.explain()
         if request.adapter is not None and not self.pods.can_compute(request.adapter.digest):
-            return f"no ready decode pod has the adapter {quoted(request.adapter.name)}"
+            return _no_adapter(request)
         return NO_PREFILL_POD
 
     def _query(self, request: GenerationRequest, model: ModelFacts, *, resumed: bool, avoid: Pod | None) -> Query:
@@ -201,7 +205,8 @@ class Dispatcher:
         query = self._query(request, model, resumed=False, avoid=None)
         plan = self.planner.plan_pooling(query, time.monotonic(), failed)
         if plan is None:
-            raise UnavailableError(self.pods.explain_pooling())
+            lacks = request.adapter is not None and self.pods.can_pool
+            raise UnavailableError(_no_adapter(request) if lacks else self.pods.explain_pooling())
         return plan
 
     def route_pooling(self, request: GenerationRequest, failed: Collection[str]) -> Route:
@@ -274,3 +279,8 @@ class Dispatcher:
         )
         engine = pod.engines[facts.data_parallel_rank]
         return pod, PodClaim(engine.load, share, expectation, fed=engine.is_fed)
+
+
+def _no_adapter(request: GenerationRequest) -> str:
+    assert request.adapter is not None
+    return f"no pod is ready that has the adapter {quoted(request.adapter.name)}"

@@ -30,6 +30,7 @@ from common.pb import common_pb2, pods_pb2
 from common.rpc.errors import error_from_pb
 from common.types import FinishReason
 from router.admission.goodput import Timing
+from router.dispatching.attempts import ADAPTER_PARAM
 from router.dispatching.dispatcher import Dispatcher, Route
 from router.dispatching.kept import KnownChoice
 from router.dispatching.legs import Legs, PrefillLeg, open_legs
@@ -44,7 +45,6 @@ from router.requests.request import STRUCTURED, GenerationRequest, SpeculationCo
 from router.timelines.timeline import Timeline
 
 _RETRIABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED})
-_ADAPTER_PARAM = "adapter"  # in a pod's error: it does not have the request's, or not any more
 _KV_FAILURE_PARAM = "kv_failure_policy"  # in a pod's error: the KV did not come and may not be computed instead
 
 
@@ -204,7 +204,7 @@ class Generation:
         reason = FinishReason(delta.finish_reason)
         if reason is FinishReason.ERROR:
             error = error_from_pb(delta.error)
-            if error.param == _ADAPTER_PARAM:
+            if error.param == ADAPTER_PARAM:
                 self._lose(UnavailableError("the decode pod has forgotten the adapter"), "adapter_missing")
             elif error.code not in _RETRIABLE:
                 self.fail(error)
@@ -251,7 +251,7 @@ class Generation:
         if legs is self._legs and isinstance(error, InvalidRequestError) and error.param == STRUCTURED:
             self.fail(error)  # the decode pod would find the same, after as long a time
             return
-        may_retry = error.code in _RETRIABLE or error.param == _ADAPTER_PARAM
+        may_retry = error.code in _RETRIABLE or error.param == ADAPTER_PARAM
         if legs is self._legs and not (may_retry and self._retry_prefill(legs, error.code.label)):
             legs.tell_prefill_failed(error.code)
             if self._has_lost_prompt:

@@ -22,7 +22,7 @@ from common.observability.logging import fields
 from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import pooling_to_pb
 from common.types.pooling import PER_TOKEN
-from router.dispatching.attempts import Attempts, Backoff
+from router.dispatching.attempts import ADAPTER_PARAM, Attempts, Backoff
 from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.validity import checked_seconds
 from router.fairness.queue import Ticket
@@ -54,7 +54,7 @@ class PoolingRun:
         self.ticket = ticket
         self.request_id = requests[0].request_id
         self.requests = requests
-        self.timeline = Timeline(requests[0], dispatcher.model_name)
+        self.timeline = Timeline(requests[0], dispatcher.name_of(requests[0]))
         self.timeline.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -153,7 +153,7 @@ class PoolingRun:
                 response = await self._call(request, route.decode, f"{pod_id}.{number}", number, route.decode_rank)
                 pooled = _checked(request, response, route.decode)
             except BatonError as error:
-                if error.code not in _RETRIABLE:
+                if error.code not in _RETRIABLE and error.param != ADAPTER_PARAM:
                     raise
                 self._note_retry(error, pod_id, route.decode)
                 failed.add(route.decode.address)
@@ -162,7 +162,7 @@ class PoolingRun:
                     await asyncio.sleep(backoff.next())
                 if attempts.exhausted:
                     raise
-                await self._wait_for_pod(error)
+                await self._wait_for_pod(error, request)
             else:
                 route.decode_claim.prefilled(time.monotonic())
                 self._note_answer(request, response, is_first=is_first)
@@ -178,6 +178,7 @@ class PoolingRun:
             request_id=engine_id,
             prompt_token_ids=request.prompt_token_ids,
             cache_salt=request.cache_salt,
+            adapter=request.adapter_digest,
             extra_keys=[common_pb2.ExtraKey(**key._asdict()) for key in request.extra_keys],
             priority=request.priority,
             tenant=request.terms.tenant.name,
@@ -190,9 +191,9 @@ class PoolingRun:
             pods_pb2.PoolRequest(request=message), timeout_s, request, None if trace is None else trace.metadata
         )
 
-    async def _wait_for_pod(self, error: BatonError) -> None:
+    async def _wait_for_pod(self, error: BatonError, request: GenerationRequest) -> None:
         pods = self._dispatcher.pods
-        if not await pods.wait_until_pooling(self._dispatcher.survival.pod_wait_s):
+        if not await pods.wait_until_pooling(self._dispatcher.survival.pod_wait_s, request.adapter_digest):
             raise UnavailableError(f"{error.message}; {pods.explain_pooling()}")
 
     def _note_retry(self, error: BatonError, name: str, pod: Pod) -> None:

@@ -22,7 +22,7 @@ class Record:
     """Decides nothing."""
 
     def __init__(self, request: GenerationRequest, dispatcher: Dispatcher, transfer_id: str) -> None:
-        self.timeline = Timeline(request, dispatcher.model_name if request.adapter is None else request.adapter.name)
+        self.timeline = Timeline(request, dispatcher.name_of(request))
         self.first_token_at = 0.0  # time.monotonic(), as is the next; 0: none has come
         self.last_token_at = 0.0
         self._request = request

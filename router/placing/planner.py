@@ -178,7 +178,7 @@ class Planner:
         """Plans for a prompt that is pooled: one pod, in the plan's place of the decode pod; a prefill pod, if one is
         ready. One of `failed`, addresses, only if there is no other. None: no pod takes such a prompt."""
         for policy, table in ((self._prefill_policy, self._prefill_table), (self._decode_policy, self._decode_table)):
-            pods = table.columns()
+            pods = table.columns().for_adapter(query.adapter)
             pods = pods.where(pods.max_model_len >= query.num_prompt_tokens)
             others = pods.where(~_among(pods, failed)) if failed and len(pods) else pods
             if len(others):

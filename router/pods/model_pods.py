@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from common.pb import pods_pb2
@@ -79,7 +79,7 @@ class ModelPods:
     @property
     def can_pool(self) -> bool:
         """True if a prompt could be pooled now."""
-        return any(pod.state is PodState.READY for pod in (*self.prefill_pods, *self.decode_pods))
+        return bool(self._ready())
 
     @property
     def max_pooled_len(self) -> int:
@@ -106,7 +106,11 @@ class ModelPods:
         """True if a request with this adapter could be answered now; empty: one without any."""
         if not adapter:
             return self.can_serve
-        return any(adapter in engine.adapters.loaded for pod in self.ready_decode() for engine in pod.engines)
+        return _any_has(self.ready_decode(), adapter)
+
+    def can_pool_with(self, adapter: bytes) -> bool:
+        """True if a prompt with this adapter could be pooled now; empty: one without any."""
+        return _any_has(self._ready(), adapter) if adapter else self.can_pool
 
     async def changed(self) -> None:
         """Returns when the state or the adapters of a pod have changed."""
@@ -123,11 +127,12 @@ class ModelPods:
             return False
         return True
 
-    async def wait_until_pooling(self, timeout_s: float) -> bool:
-        """Wait for a pod that pools; False if there is none after `timeout_s` seconds."""
+    async def wait_until_pooling(self, timeout_s: float, adapter: bytes = b"") -> bool:
+        """Wait for a pod that pools, and has the adapter if one is given; False if there is none after `timeout_s`
+        seconds."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.can_pool:
+                while not self.can_pool_with(adapter):
                     await self._changed.wait()
         except TimeoutError:
             return False
@@ -142,6 +147,9 @@ class ModelPods:
     def explain_pooling(self) -> str:
         """Why no prompt can be pooled."""
         return "no pod is ready: " + _counts([*self.prefill_pods, *self.decode_pods])
+
+    def _ready(self) -> list[Pod]:
+        return [pod for pod in (*self.prefill_pods, *self.decode_pods) if pod.state is PodState.READY]
 
     # --- for the Cluster ---
 
@@ -216,3 +224,7 @@ def _pooling_of(info: pods_pb2.PodInfo) -> PoolingFacts:
     if not told.tasks:
         return PoolingFacts()
     return PoolingFacts(tasks=tuple(told.tasks), embedding_size=told.embedding_size, labels=tuple(told.labels))
+
+
+def _any_has(pods: Iterable[Pod], adapter: bytes) -> bool:
+    return any(adapter in engine.adapters.loaded for pod in pods for engine in pod.engines)

@@ -79,8 +79,8 @@ class Adapters:
         model = self._model_for(name, base_model)
         if not 0 < len(path) <= MAX_PATH_CHARS:
             raise InvalidRequestError(f"lora_path must have 1 to {MAX_PATH_CHARS} characters", param="lora_path")
-        if not model.pods.can_serve:
-            raise UnavailableError(model.pods.explain())
+        if not model.pods.can_pool:
+            raise UnavailableError(model.pods.explain_pooling())
         digests = await _on_all(_ready(model), lambda pod: pod.load_adapter(path))
         digest = _agreed(digests, path)
         known = model.pods.adapters.latest.get(name)

@@ -127,13 +127,16 @@ class ServedModel:
         self.gate.wake()
         self.pooling_gate.wake()
 
-    async def _wait_for(self, adapter: AdapterName) -> bool:
-        return await self.pods.wait_until_ready(self._pod_wait_s, adapter.digest)
+    async def _wait_for(self, adapter: AdapterName, *, pools: bool) -> bool:
+        wait = self.pods.wait_until_pooling if pools else self.pods.wait_until_ready
+        return await wait(self._pod_wait_s, adapter.digest)
 
     async def prepare(self, draft: Draft, adapter: AdapterName | None = None) -> GenerationRequest:
         """Raises as Preprocessor.prepare does. A pod that has just started gets its adapters, for which this waits."""
-        if adapter is not None and self.pods.can_serve and not await self._wait_for(adapter):
-            raise UnavailableError(f"no decode pod is ready that has the adapter {quoted(adapter.name)}")
+        pools = draft.pooling is not None
+        could = self.pods.can_pool if pools else self.pods.can_serve
+        if adapter is not None and could and not await self._wait_for(adapter, pools=pools):
+            raise UnavailableError(f"no pod is ready that has the adapter {quoted(adapter.name)}")
         return await self.preprocessor.prepare(draft, adapter)
 
     def name_of(self, request: GenerationRequest) -> str:

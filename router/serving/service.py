@@ -67,6 +67,11 @@ class Asked(NamedTuple):
     model: ServedModel
     adapter: AdapterName | None  # as it is now; None: the model alone
 
+    @property
+    def name(self) -> str:
+        """The name that answers have."""
+        return self.model.name if self.adapter is None else self.adapter.name
+
     async def prepare(self, draft: Draft) -> GenerationRequest:
         """Raises as ServedModel.prepare does."""
         return await self.model.prepare(draft, self.adapter)
@@ -195,6 +200,7 @@ class InferenceService:
     def running_adapters(self, model: ServedModel) -> set[AdapterName]:
         """The adapters of the requests that run or wait for their turn."""
         running = [generation.request for generation in self._running.values()]
+        running += [run.requests[0] for run in self._pooling.values()]
         return {each.adapter for each in running if each.adapter is not None and each.model_id == model.model_id}
 
     def model_of(self, request: GenerationRequest) -> ServedModel:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import pytest
 
 from common.engine.config import EngineConfig
 from common.engine.contract.step import Asked
+from common.engine.scheduler import scheduler
 from common.engine.scheduler.draft_depth import Candidate, DraftDepth
+from common.engine.speculation import guard
 from common.engine.speculation.base import Context, Proposer
 from common.engine.speculation.fake import Accuracy, FakeProposer
+from common.engine.speculation.guard import GuardedProposer
+from common.engine.worker import worker
 from router.runtime import Router
 from tests.tiny_models import prompt_of
 
@@ -50,6 +56,17 @@ class AllDrafts(DraftDepth):
     def ask_beside_prompts(self, step_s: float) -> Asked:
         """See DraftDepth."""
         return Asked(0, LONG_S)
+
+
+def ask_and_verify_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proposers are asked for drafts, all of which are verified, whatever they and steps take."""
+
+    def guarded(proposer: Proposer, vocab_size: int, _: float) -> GuardedProposer:
+        return GuardedProposer(proposer, vocab_size, math.inf)
+
+    monkeypatch.setattr(scheduler, "DraftDepth", AllDrafts)
+    monkeypatch.setattr(guard, "_MOST_SPARE_S", math.inf)
+    monkeypatch.setattr(worker, "GuardedProposer", guarded)
 
 
 class CountingProposer(FakeProposer):

@@ -97,6 +97,31 @@ async def test_each_adapter_has_its_own_answers_through_the_handoff(cluster: Clu
     assert found == expected[2][0][:4]
 
 
+async def test_prompts_are_pooled_with_their_adapter(cluster: Cluster, tmp_path: Path):
+    path, digest = adapter(tmp_path / "a", b"weights")
+    await cluster.load("polite", path)
+
+    async def embedding(name: str) -> list[float]:
+        response = await cluster.client.post("/v1/embeddings", json={"model": name, "input": PROMPT[:30]})
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == name
+        values: list[float] = response.json()["data"][0]["embedding"]
+        return values
+
+    plain, adapted = [await embedding(name) for name in (MODEL, "polite")]
+    assert plain != adapted
+    cluster.prefill.gate.shut()
+    accepted = asyncio.create_task(embedding("polite"))
+    await wait_for(lambda: len(cluster.prefill.context.requests) == 1)
+    await cluster.act("/v1/unload_lora_adapter", lora_name="polite")
+    assert (await cluster.complete("polite")).status_code == 404
+    await wait_for(lambda: not cluster.decode.executor.adapters.installed)
+    assert cluster.prefill.executor.adapters.installed == {digest}
+    cluster.prefill.gate.open()
+    assert await accepted == adapted
+    await wait_for(lambda: not cluster.prefill.executor.adapters.installed)
+
+
 async def test_nothing_that_was_accepted_fails_by_an_unload(cluster: Cluster, tmp_path: Path):
     path, digest = adapter(tmp_path / "a", b"weights")
     await cluster.load("polite", path)

@@ -21,7 +21,6 @@ from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import NOTHING_ASKED, Asked, RunningStep, SchedulerOutput
 from common.engine.llm import LLM, Completion
 from common.engine.messages import DraftFigures
-from common.engine.scheduler import scheduler
 from common.engine.speculation.base import Context
 from common.engine.speculation.guard import MAX_FAILURES
 from common.engine.worker import worker
@@ -75,7 +74,7 @@ def figures_of(llm: LLM) -> DraftFigures:
 @pytest.fixture(autouse=True)
 def _all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps take."""
-    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+    rig.ask_and_verify_always(monkeypatch)
 
 
 @pytest.fixture

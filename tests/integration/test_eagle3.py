@@ -50,7 +50,7 @@ def make_llm(name: str = "llama", head: Path | None = None, depth: int = 4, **op
 @pytest.fixture(autouse=True)
 def _all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps take."""
-    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+    rig.ask_and_verify_always(monkeypatch)
 
 
 class Seen:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from common.engine.llm import LLM
-from common.engine.scheduler import scheduler
 from common.errors import ConfigError
 from common.types import SamplingParams
 from tests.integration import speculation_rig as rig
@@ -25,7 +24,7 @@ def make_llm(**options: object) -> LLM:
 @pytest.fixture(autouse=True)
 def _all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps take."""
-    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+    rig.ask_and_verify_always(monkeypatch)
 
 
 def test_drafts_are_those_of_the_reference(seen: Seen) -> None:  # noqa: F811

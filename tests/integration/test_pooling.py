@@ -14,10 +14,12 @@ import numpy as np
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton import AsyncClient
 from common.errors import InvalidRequestError
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster, with_tokenizer
+from tests.lora import merged_dir, write_adapter
 from tests.pooling_models import class_logits, classifier_dir, embedding, embedding_model_dir
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
@@ -79,6 +81,24 @@ async def test_a_model_that_generates_embeds_beside_a_stream_and_reads_its_cache
         again = await answer(client, "/v1/embeddings", input=prompt)
         assert_close(again["data"][0]["embedding"], embedding(base, prompt))
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+
+
+async def test_embeddings_with_an_adapter_are_those_of_the_merged_model(tmp_path: Path) -> None:
+    """Also with one that PEFT has saved of the model without its head, whose layers' paths are shorter."""
+    base, prompt = tiny_model_dir("qwen3"), prompt_of(40)
+    adapter, short = write_adapter(tmp_path / "adapter", base), write_adapter(tmp_path / "short", base)
+    tensors = load_file(short / "adapter_model.safetensors")
+    bare = {key.replace("base_model.model.model.", "base_model.model."): tensor for key, tensor in tensors.items()}
+    save_file(bare, short / "adapter_model.safetensors")
+    expected = embedding(merged_dir(base, adapter), prompt)
+    async with serving(tmp_path, base) as (_, client):
+        for path in (adapter, short):
+            loading = {"lora_name": path.name, "lora_path": str(path)}
+            assert (await client.post("/v1/load_lora_adapter", json=loading)).status_code == 200
+            found = await answer(client, "/v1/embeddings", model=path.name, input=prompt)
+            assert_close(found["data"][0]["embedding"], expected)
+        plain = await answer(client, "/v1/embeddings", input=prompt)
+        assert_close(plain["data"][0]["embedding"], embedding(base, prompt))
 
 
 async def test_formats_and_dimensions_as_openai_asks_for_them(tmp_path: Path) -> None:

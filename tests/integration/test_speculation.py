@@ -15,7 +15,6 @@ import pytest
 
 from common.engine.contract.step import NoToken, Outcome, accepted
 from common.engine.llm import LLM, Completion
-from common.engine.scheduler import scheduler
 from common.engine.speculation import suffix
 from common.engine.speculation.history import History
 from common.engine.worker import model_runner
@@ -103,7 +102,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Verified:
 @pytest.fixture(autouse=True)
 def _all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever steps take."""
-    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+    rig.ask_and_verify_always(monkeypatch)
     yield
     rig.ANSWERS.clear()
 

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from common.engine.scheduler import scheduler
 from tests.integration import speculation_rig as rig
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster, with_tokenizer
 from tests.integration.test_structured_output import CONSTRAINTS, PROMPT, TEMPLATE
@@ -104,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+    rig.ask_and_verify_always(monkeypatch)
     monkeypatch.setattr(rig, "NUM_DRAFTS", request.param)
     return request.param
 

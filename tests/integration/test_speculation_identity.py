@@ -26,7 +26,6 @@ from common.engine.contract.masks import MaskSource
 from common.engine.contract.step import RunningStep, SchedulerOutput
 from common.engine.executor.inproc import InprocExecutor
 from common.engine.llm import LLM, Completion
-from common.engine.scheduler import scheduler
 from common.types import FinishReason, SamplingParams
 from deploy.own_code import importable
 from deploy.pod_process import PodSpec
@@ -287,7 +286,7 @@ def make_jobs(directory: Path, tolerance: float) -> Jobs:
 def cell(
     jobs_of: Callable[[str], Jobs], proposer: str, connector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cell]:
-    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+    rig.ask_and_verify_always(monkeypatch)
     with ExitStack() as stack:
         options: dict[str, Any] = {"connector": connector}
         if connector == "colocated":

@@ -6,7 +6,6 @@ import pytest
 
 from common.engine.devices.gpu.decode_graphs import DecodeGraphs
 from common.engine.llm import LLM
-from common.engine.scheduler import scheduler
 from common.types import SamplingParams
 from tests.eagle3_heads import tiny_head_dir
 from tests.integration import speculation_rig as rig
@@ -30,7 +29,7 @@ PROPOSERS = {
 @pytest.fixture(autouse=True)
 def _all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps take."""
-    monkeypatch.setattr(scheduler, "DraftDepth", rig.AllDrafts)
+    rig.ask_and_verify_always(monkeypatch)
 
 
 @pytest.mark.parametrize("name", PROPOSERS)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
-from common.engine.scheduler import scheduler
 from common.pb import pods_pb2
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.integration import speculation_rig
@@ -129,7 +128,7 @@ async def test_drafts_are_shown_of_pods_that_propose_some(start_cluster, open_pa
 
 
 async def test_the_acceptance_of_eight_streams_is_shown(tmp_path, monkeypatch, open_page):
-    monkeypatch.setattr(scheduler, "DraftDepth", speculation_rig.AllDrafts)
+    speculation_rig.ask_and_verify_always(monkeypatch)
     async with running_cluster(tmp_path, "llama", speculative="ngram:min=1,depth=4") as running:
         page = await open_page(running, "/#cluster")
         plain = await speculation_rig.eight_streams(running.router, speculative=False)

@@ -44,6 +44,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
+_BASE = "model."  # of the layers' paths, which adapters of a model without a head do not have
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _KEY = re.compile(r"(?P<path>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 _REFUSED = {  # settings of PEFT's that change more than the two products, by what they may be
@@ -310,6 +311,7 @@ def read_lora(
     scale_of = _scales(config)
     digest = hashlib.sha256(b"baton.lora.v1\0")
     pairs: dict[str, LoraPair] = {}
+    absent: set[str] = set()
     largest = num_bytes = 0
     for path in sorted(halves):
         rank = _rank_of(path, halves[path])
@@ -319,15 +321,19 @@ def read_lora(
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
             num_bytes += tensor.numel() * dtype.itemsize
         largest = max(largest, rank)
-        if path not in targets:
+        layer = path if path in targets else _BASE + path
+        if layer not in targets:
             if not is_staged:
                 raise no_such_layer(path)
+            absent.add(path)
             continue
-        a, b = _checked(path, halves[path], targets[path], max_rank)
-        if (cut := targets[path].cut) is not None:
+        if layer in pairs:
+            raise unusable(f"{quoted(path)} is there twice")
+        a, b = _checked(path, halves[path], targets[layer], max_rank)
+        if (cut := targets[layer].cut) is not None:
             own = slice(cut.start, cut.stop)
             a, b = (a, b[own]) if cut.dim == 0 else (a[:, own], b)
-        pairs[path] = LoraPair(a.to(dtype).contiguous(), (b.float() * scale).to(dtype).contiguous())
+        pairs[layer] = LoraPair(a.to(dtype).contiguous(), (b.float() * scale).to(dtype).contiguous())
     base_model = config.get("base_model_name_or_path")
     facts = AdapterFacts(
         digest=digest.digest(),
@@ -335,7 +341,7 @@ def read_lora(
         num_bytes=num_bytes,
         base_model=base_model if isinstance(base_model, str) else "",
     )
-    return LoraAdapter(facts, pairs, frozenset(halves.keys() - targets.keys()))
+    return LoraAdapter(facts, pairs, frozenset(absent))
 
 
 def _rank_of(path: str, halves: Mapping[str, torch.Tensor]) -> int:

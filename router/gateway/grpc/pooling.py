@@ -18,7 +18,6 @@ from router.gateway.pooling.asked import (
     Options,
     Scored,
     check_num_inputs,
-    model_for_pooling,
     named,
     prepare,
     running,
@@ -51,8 +50,8 @@ async def pool(
     Raises a BatonError."""
     options = _options(message)
     check_request_id(options.request_id, "request_id")
-    model = model_for_pooling(service, options.model, terms.tenant)
-    facts = model.pooling_facts
+    model = service.asked(options.model, terms.tenant)
+    facts = model.model.pooling_facts
     asked = _asked(message, facts)
     requests = await prepare(service, model, asked, options, options.request_id, terms, time.monotonic())
     async with running(service, access.account(terms.tenant), requests) as (run, waited_s):

@@ -12,17 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import InvalidRequestError, quoted
+from common.errors import InvalidRequestError
 from common.types import PoolingFacts, PoolingParams
 from common.types.pooling import MAX_POOLED_REQUEST_BYTES, NUMBER_BYTES
 from router.dispatching.pooling import Pooled, PoolingRun
-from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
 from router.requests.bounds import MAX_POOLED_INPUTS
 from router.requests.request import Draft, GenerationRequest, PairPrompt, Prompt, TextPrompt
 from router.requests.terms import Terms
 from router.security.quotas import Account
-from router.serving.served_model import ServedModel
+from router.serving.service import Asked as AskedModel
 from router.serving.service import InferenceService
 
 _AT_ONCE = 128  # prompts of one request: enough to fill steps, while others have their turn
@@ -112,18 +111,9 @@ def check_num_inputs(num_inputs: int, param: str) -> None:
         raise InvalidRequestError(problem, param=param)
 
 
-def model_for_pooling(service: InferenceService, name: str | None, tenant: Tenant) -> ServedModel:
-    """The model that a tenant names. Raises UnknownModelError, and InvalidRequestError for an adapter."""
-    model, adapter = service.asked(name, tenant)
-    if adapter is not None:
-        problem = f"{quoted(adapter.name)} is an adapter, which is for generating text; use {quoted(model.name)}"
-        raise InvalidRequestError(problem, param="model")
-    return model
-
-
 async def prepare(
     service: InferenceService,
-    model: ServedModel,
+    model: AskedModel,
     asked: Asked | Scored,
     options: Options,
     request_id: str,
@@ -161,7 +151,7 @@ async def prepare(
         if num_tokens > limit:
             problem = f"the inputs have more than the limit of {limit} tokens (max_request_tokens)"
             raise InvalidRequestError(problem, param=param.partition("[")[0])
-        num_bytes += NUMBER_BYTES * model.pooling_facts.num_numbers(asked.pooling, len(request.prompt_token_ids))
+        num_bytes += NUMBER_BYTES * model.model.pooling_facts.num_numbers(asked.pooling, len(request.prompt_token_ids))
         if num_bytes > MAX_POOLED_REQUEST_BYTES:
             problem = f"{asked.pooling.task} of the inputs takes more than {MAX_POOLED_REQUEST_BYTES} bytes; send fewer"
             raise InvalidRequestError(problem, param=param.partition("[")[0])

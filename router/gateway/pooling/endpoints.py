@@ -15,7 +15,7 @@ from common.errors import RequestCancelledError
 from router.dispatching.pooling import Pooled
 from router.fairness.turns import others_turn
 from router.gateway.endpoint import JsonEndpoint
-from router.gateway.pooling.asked import Scored, model_for_pooling, prepare, running, usage_of
+from router.gateway.pooling.asked import Scored, prepare, running, usage_of
 from router.gateway.pooling.bodies import (
     AnyBody,
     ClassifyBody,
@@ -66,8 +66,8 @@ class PoolingEndpoint(JsonEndpoint[AnyBody]):
         header = exchange.given_header
         terms = read_terms(header, exchange.tenant, self._service.tracing.begin(header))
         account, options = self._access.account(terms.tenant), parsed.options
-        model = model_for_pooling(self._service, options.model, terms.tenant)
-        facts = model.pooling_facts
+        model = self._service.asked(options.model, terms.tenant)
+        facts = model.model.pooling_facts
         asked = parsed.asked(facts)
         with self._named(options.request_id, exchange) as request_id:
             requests = await prepare(self._service, model, asked, options, request_id, terms, arrived_at)
