@@ -252,7 +252,7 @@ def test_tokens_of_models_are_those_of_transformers(
     ("connector", "of_producer", "of_consumer"),
     [
         ("nixl", 2, 1),
-        ("shared-storage", 1, 2),
+        pytest.param("shared-storage", 1, 2, marks=pytest.mark.matrix),
         pytest.param("nixl", 1, 2, marks=pytest.mark.matrix),
         pytest.param("shared-storage", 2, 1, marks=pytest.mark.matrix),
     ],

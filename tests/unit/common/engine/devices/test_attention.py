@@ -131,7 +131,7 @@ STEPS = {
     "groups": [[(0, 100), (0, 3), (0, 2)], [(100, 101), (3, 4), (2, 3)]],  # decodes of very different lengths
     "chunks": [[(0, 7)], [(7, 8)], [(8, 16)], [(16, 29)]],
 }
-# Triton's interpreter takes a second for each: tests/unit/common/engine/devices/gpu/kernels has more.
+# Triton's interpreter takes seconds for each: tests/unit/common/engine/devices/gpu/kernels has more.
 CASES = [
     (backend, steps, args)
     for backend in ("torch", "cpu", "triton")
