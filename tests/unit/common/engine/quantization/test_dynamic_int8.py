@@ -52,3 +52,22 @@ def test_processors_without_the_instructions_round_as_well(dtype, monkeypatch):
     assert isinstance(kernels, RoundedInputsLinear)
     tolerance = 1e-4 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(kernels(inputs), layer(inputs), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("can_round", [pytest.param(True, marks=NEEDS_VNNI), False])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_is_not_finite_gives_nothing_finite_and_leaves_others_alone(dtype, value, can_round, monkeypatch):
+    layer, inputs = make_layer(dtype=dtype), torch.randn(70, 96).to(dtype)
+    if not can_round:
+        monkeypatch.setattr(quantized_linear, "can_round", lambda _: False)
+    kernels = compiled(layer)
+    for num_rows in (4, 70):
+        sound = kernels(inputs[:num_rows])
+        spoilt = inputs[:num_rows].clone()
+        spoilt[2, 50] = value
+        for found in (kernels(spoilt), layer(spoilt)):
+            assert not found[2].isfinite().any()
+        found = kernels(spoilt)
+        others = torch.arange(num_rows) != 2
+        assert torch.equal(found[others], sound[others])
