@@ -166,6 +166,22 @@ async def test_inputs_wait_for_room_while_chats_need_none_of_it(start_cluster):
     assert (await first).status_code == (await second).status_code == 200
 
 
+async def test_one_request_has_as_many_tokens_under_way_as_a_step_takes(start_cluster):
+    """So that others' prompts need not wait for all of its own; a prompt longer than a step goes alone."""
+    prefill = pods()
+    prefill[0].info.max_num_batched_tokens = 8
+    cluster = await start_cluster(prefill, [])
+    pod = prefill[0]
+    pod.may_answer.clear()
+    call = asyncio.create_task(cluster.post("/v1/embeddings", input=[[5] * 4, [6] * 4, [7] * 9, [8], [9]]))
+    await pod.until(lambda: len(pod.pooled) == 2)
+    assert (await cluster.client.get("/health")).status_code == 200  # the router has had time to send more
+    assert [len(each.request.prompt_token_ids) for each in pod.pooled] == [4, 4]
+    pod.may_answer.set()
+    assert (await call).status_code == 200
+    assert sorted(len(each.request.prompt_token_ids) for each in pod.pooled) == [1, 1, 4, 4, 9]
+
+
 async def test_figures_and_timelines(start_cluster):
     cluster = await start_cluster(pods(), [])
     cluster.prefill[0].num_cached_tokens = 1
