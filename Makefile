@@ -42,7 +42,7 @@ test-deploy: $(DEV)
 
 ## The CPU kernels, and the Triton kernels in Triton's interpreter, in every shape of heads and blocks. Seven minutes.
 test-kernels: $(DEV)
-	$(BIN)/pytest -n 2 -m "not gpu" tests/unit/common/engine/devices/cpu/kernels tests/unit/common/engine/devices/gpu/kernels tests/unit/common/engine/devices/test_kv_quantization.py tests/unit/common/engine/worker tests/integration/test_batch_invariance_on_gpus.py $(ARGS)
+	$(BIN)/pytest -n 2 -m "not gpu" tests/unit/common/engine/devices/cpu/kernels tests/unit/common/engine/devices/gpu/kernels tests/unit/common/engine/devices/test_kv_quantization.py tests/unit/common/engine/devices/test_attention.py tests/unit/common/engine/worker tests/integration/test_batch_invariance_on_gpus.py $(ARGS)
 
 ## The web page in headless Chromium, which it installs from Debian if it may. Writes docs/images/page-*.png, and top-*.svg
 ## of `baton top`. A minute.

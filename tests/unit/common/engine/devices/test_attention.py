@@ -133,11 +133,9 @@ STEPS = {
 }
 # Triton's interpreter takes seconds for each: tests/unit/common/engine/devices/gpu/kernels has more.
 CASES = [
-    (backend, steps, args)
-    for backend in ("torch", "cpu", "triton")
-    for steps in STEPS
-    for args in ARGS
-    if backend != "triton" or (steps, args) in {("groups", "plain"), ("mixed", "everything")}
+    *((backend, steps, args) for backend in ("torch", "cpu") for steps in STEPS for args in ARGS),
+    ("triton", "groups", "plain"),
+    pytest.param("triton", "mixed", "everything", marks=pytest.mark.kernels),
 ]
 
 
