@@ -182,10 +182,10 @@ def config_of(
     ("connector", "of_producer", "of_consumer"),
     [
         ("shared-storage", 1, 2),
-        ("nixl", 2, 1),
         *(
             pytest.param(connector, *degrees, marks=pytest.mark.matrix)
             for connector, degrees in (
+                ("nixl", (2, 1)),
                 ("shared-storage", (2, 1)),
                 ("nixl", (1, 2)),
                 ("nixl with host memory", (1, 2)),
@@ -213,10 +213,10 @@ def test_ranks_in_processes_of_their_own(connector: KVConnectorConfig, of_produc
     ("connector", "of_producer", "of_consumer"),
     [
         ("nixl", (2, 1), (1, 1)),
-        ("shared-storage", (1, 1), (2, 1)),
         *(
             pytest.param(connector, *cuts, marks=pytest.mark.matrix)
             for connector, cuts in (
+                ("shared-storage", ((1, 1), (2, 1))),
                 ("shared-storage", ((2, 1), (1, 1))),
                 ("nixl", ((1, 1), (2, 1))),
                 ("nixl", ((1, 2), (1, 1))),
@@ -313,10 +313,10 @@ def test_latents(connector: KVConnectorConfig, of_producer: tuple[int, int], of_
 @pytest.mark.parametrize(
     ("connector", "cuts"),
     [
-        ("nixl", "2x1 and 1x2"),
         *(
             pytest.param(connector, cuts, marks=pytest.mark.matrix)
             for connector, cuts in (
+                ("nixl", "2x1 and 1x2"),
                 ("shared-storage", "1x1 and 2x1 and 1x2"),
                 ("redis", "1x1 and 2x1 and 1x2"),
                 ("nixl", "1x1 and 2x1 and 2x1"),
