@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from common.cancellation import end_tasks
 from common.errors import (
@@ -66,6 +67,7 @@ class Adapters:
     def __init__(self, cluster: Cluster, service: AdaptedModels) -> None:
         self._service = service
         self._changed = asyncio.Event()
+        self._naming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by name: one load at a time
         self._bringing: dict[Pod, asyncio.Task[None]] = {}
         self._not_before: dict[Pod, float] = {}  # when a pod that failed is tried again; time.monotonic()
         cluster.on_change(self._changed.set)
@@ -83,15 +85,16 @@ class Adapters:
             raise UnavailableError(model.pods.explain_pooling())
         digests = await _on_all(_ready(model), lambda pod: pod.load_adapter(path))
         digest = _agreed(digests, path)
-        known = model.pods.adapters.latest.get(name)
-        if known is not None and known.digest and known.digest != digest and (not in_place or known.is_permanent):
-            advice = "it is in the pods' settings" if known.is_permanent else "load_inplace replaces them"
-            problem = f"lora_name: {quoted(name)} has other weights, from {quoted(known.path)}; {advice}"
-            raise ConflictError(problem, param="lora_name")
-        if known is None or known.digest != digest:
-            wanted = AdapterName(name, _revision_after(known), digest, path)
-            await self._give_name(model, wanted, known)
-        await self._until_reported(model, name, digest)
+        async with self._naming.setdefault(name, asyncio.Lock()):
+            known = model.pods.adapters.latest.get(name)
+            if known is not None and known.digest and known.digest != digest and (not in_place or known.is_permanent):
+                advice = "it is in the pods' settings" if known.is_permanent else "load_inplace replaces them"
+                problem = f"lora_name: {quoted(name)} has other weights, from {quoted(known.path)}; {advice}"
+                raise ConflictError(problem, param="lora_name")
+            if known is None or known.digest != digest:
+                wanted = AdapterName(name, _revision_after(known), digest, path)
+                await self._give_name(model, wanted, known)
+            await self._until_reported(model, name, digest)
         logger.info("adapter %s was loaded from %s, %s", quoted(name), quoted(path), by_operator(operator))
 
     async def unload(self, name: str, operator: Tenant, *, base_model: str | None = None) -> None:

@@ -111,6 +111,17 @@ async def test_a_name_that_is_taken_is_given_to_other_weights_on_request_only(cl
     assert answer["choices"][0]["token_ids"] == [626 + B[0], 627 + B[0]]
 
 
+async def test_of_two_loads_of_a_name_at_once_the_one_that_succeeds_has_it(cluster):
+    for number in range(8):
+        name, paths = f"polite-{number}", ("/a", "/b")
+        answers = await asyncio.gather(*(load(cluster, name, path) for path in paths))
+        assert sorted(answer.status_code for answer in answers) == [200, 409]
+        (won,) = [FILES[path] for path, answer in zip(paths, answers, strict=True) if answer.status_code == 200]
+        assert {pod.names[name].digest for pod in (*cluster.prefill, *cluster.decode)} == {won}
+        answer = await cluster.complete(model=name, **BODY, return_token_ids=True)
+        assert answer["choices"][0]["token_ids"] == [626 + won[0], 627 + won[0]]
+
+
 async def test_pods_that_find_different_weights_get_no_name_and_the_answer_tells_them(cluster):
     odd = cluster.decode[1]
     odd.adapters = {"/a": B}
