@@ -278,10 +278,10 @@ def test_quantised_kv(connector: KVConnectorConfig, of_producer: int, of_consume
 @pytest.mark.parametrize(
     ("connector", "of_producer", "of_consumer"),
     [
-        ("nixl", (2, 1), (1, 1)),
         *(
             pytest.param(connector, *cuts, marks=pytest.mark.matrix)
             for connector, cuts in (
+                ("nixl", ((2, 1), (1, 1))),
                 ("shared-storage", ((1, 1), (2, 1))),
                 ("shared-storage", ((2, 1), (1, 1))),
                 ("nixl", ((1, 1), (2, 1))),
