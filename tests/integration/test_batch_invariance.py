@@ -19,6 +19,7 @@ from common.types import RequestId, SampledToken
 from tests.integration.batch_invariance_rig import OUTPUT_TOKENS, SAMPLING, alone, run
 from tests.integration.handoff_rig import Handoffs, create_engine
 from tests.tiny_models import tiny_model_dir
+from tools.make_adapter import make_adapter
 
 LAYER = nn.Linear(256, 256)
 pytestmark = pytest.mark.skipif(
@@ -77,6 +78,27 @@ def test_whatever_the_schedule(dtype, quantization):
         options = {"budget": budget, "num_blocks": num_blocks, "prefix_caching": prefix_caching}
         with create(dtype, quantization, **options) as client:
             assert run(client, prompts, arrivals) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NEEDS_TILES)])
+def test_whatever_adapters_are_beside_it(dtype, tmp_path):
+    """Also beside requests without one, in chunks of more rows than kernels take otherwise."""
+    paths = [tmp_path / str(seed) for seed in range(3)]
+    for seed, path in enumerate(paths):
+        make_adapter(path, demo_model_path(), rank=5 + 8 * seed, seed=seed)
+    prompts = requests(3)
+    with create(dtype) as client:
+        digests = [b"", *(client.load_adapter(str(path)).digest for path in paths)]
+        chosen = [digests[number % 4] for number in range(len(prompts))]
+        expected = alone(client, prompts, chosen)
+        plain = alone(client, prompts)
+    assert [tokens == same for tokens, same in zip(expected, plain, strict=True)] == [not each for each in chosen]
+    for seed, (budget, num_blocks, prefix_caching) in enumerate([(2048, 400, False), (37, 60, True), (130, 40, False)]):
+        arrivals = [random.Random(seed).randrange(12) for _ in prompts]
+        with create(dtype, budget=budget, num_blocks=num_blocks, prefix_caching=prefix_caching) as client:
+            for path in paths:
+                client.load_adapter(str(path))
+            assert run(client, prompts, arrivals, chosen) == expected
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), WEIGHTS)

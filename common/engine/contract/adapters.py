@@ -9,8 +9,8 @@ import msgspec
 from common.errors import InvalidRequestError, quoted
 
 NO_ADAPTERS = (
-    "this engine computes no adapters: it does with one rank, stages, or tensor-parallel ranks and fused kernels, and "
-    "not with batch_invariant or experts cut whole"
+    "this engine computes no adapters: it does with one rank, stages, or tensor-parallel ranks and fused kernels, not "
+    "with experts cut whole, and with batch_invariant on CPUs only"
 )
 
 

@@ -127,8 +127,9 @@ class Device(Protocol):
 
     def layer_adapters(
         self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
-    ) -> LayerAdapters:
-        """Returns the adapters of a linear layer, whose outputs are those of layers of `sizes` side by side."""
+    ) -> LayerAdapters | None:
+        """Returns the adapters of a linear layer, whose outputs are those of layers of `sizes` side by side; None if
+        with batch_invariant a token's would depend on the others."""
 
     def recurrences(self) -> Recurrences | None:
         """Steps of layers with a state; None if there are none, or kernels are off."""

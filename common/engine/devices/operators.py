@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-from common.engine.devices.adapters import AdaptedLinear
 from common.engine.devices.attention import ProjectionAttention
 from common.engine.devices.rms_norm import RMSNorm
 from common.engine.quantization.base import AnyLinear
@@ -24,8 +23,8 @@ PerToken = Callable[[torch.Tensor], torch.Tensor]
 """[tokens, size] -> [tokens, another size]"""
 
 
-Adapt = Callable[[PerToken], AdaptedLinear]
-"""Adds adapters to a linear layer."""
+Adapt = Callable[[PerToken], PerToken]
+"""Adds adapters to a linear layer; returns it as it is if it can have none."""
 
 
 class Operators(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from common.engine.devices.adapters import AdaptedLinear, AdapterBatch, AdapterRows
+from common.engine.devices.adapters import AdapterBatch, AdapterRows
 from common.engine.devices.attention import (
     AttentionArgs,
     AttentionMetadata,
@@ -227,7 +227,7 @@ class _Layer:
         args: AttentionArgs,
         num_heads: int,
         operators: Operators,
-        adapt: Callable[[Mapping[str, AnyLinear], PerToken], AdaptedLinear] | None,
+        adapt: Callable[[Mapping[str, AnyLinear], PerToken], PerToken] | None,
     ) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         dtype = attention.q_proj.weight.dtype

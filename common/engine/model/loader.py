@@ -336,7 +336,7 @@ class _Source(NamedTuple):
 
     def adapted_layers(self) -> AdaptedLayers | None:
         """Returns the list of layers that adapters may change, still empty; None if there can be none."""
-        if self.adapters is None or self.experts is not None or self.config.batch_invariant:
+        if self.adapters is None or self.experts is not None:
             return None
         return AdaptedLayers(
             self.device,

@@ -95,11 +95,14 @@ class AdaptedLayers:
         self.max_rank = max_rank
         self._device = device
 
-    def adapt(self, prefix: str, layers: Mapping[str, AnyLinear], linear: PerRow) -> AdaptedLinear:
-        """Adds adapters to `linear`, which computes all of the layers, by their paths after the prefix."""
+    def adapt(self, prefix: str, layers: Mapping[str, AnyLinear], linear: PerRow) -> PerRow:
+        """Adds adapters to `linear`, which computes all of the layers, by their paths after the prefix. Returns it as
+        it is if it can have none."""
         sizes = [layer.out_features for layer in layers.values()]
         first = next(iter(layers.values()))
         adapters = self._device.layer_adapters(self.batch, first.in_features, sizes, first.weight.dtype, self.max_rank)
+        if adapters is None:
+            return linear
         for part, (path, layer) in enumerate(layers.items()):
             cut: CutLayer | None = getattr(layer, "whole", None)
             if cut is not None or not self.is_cut:
@@ -117,6 +120,7 @@ class AdaptedLayers:
                 if sizes is not None and path and not _is_refused(f"{path}.{name}"):
                     dtype = next(child.parameters()).dtype
                     adapters = self._device.layer_adapters(self.batch, sizes[0], sizes[1:], dtype, self.max_rank)
+                    assert adapters is not None  # such models are not computed with batch_invariant
                     self.targets[f"{path}.{name}"] = Target(adapters, 0, 1, *sizes)
                     setattr(parent, name, AdaptedModule(child, adapters, self.batch))
 

@@ -1,4 +1,5 @@
-"""LoRA adapters on CPU: by kernels for few rows, which may be recorded, else by torch's operators."""
+"""LoRA adapters on CPU: by kernels for few rows, which may be recorded, else by torch's operators, unless a row's
+results may not depend on how many there are."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from common.engine.devices.cpu.kernels.compiled import Call, CannotRecordError, 
 from common.engine.devices.cpu.kernels.experts import BLOCK
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.lora import (
+    MAX_PARTS,
     MAX_ROWS,
     TABLE_WIDTH,
     can_add,
@@ -20,23 +22,31 @@ from common.engine.devices.cpu.kernels.lora import (
 )
 from common.engine.devices.torch.adapters import TorchLayerAdapters, aligned
 
-_MAX_PARTS = 3  # of a layer, whose ranks are side by side
-
 
 class CpuLayerAdapters(TorchLayerAdapters):
     """See LayerAdapters."""
 
     def __init__(
-        self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
+        self,
+        batch: AdapterBatch,
+        in_features: int,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        max_rank: int,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
+        """`batch_invariant`: of sizes that kernels take."""
         super().__init__(batch, in_features, sizes)
         self._sizes = tuple(sizes)
         self._dtype = dtype
-        self._stride = _MAX_PARTS * aligned(max_rank)
+        self._is_invariant = batch_invariant
+        self._stride = MAX_PARTS * aligned(max_rank)
         self._table = torch.zeros((batch.num_slots, TABLE_WIDTH), dtype=torch.int64)
         self._max_blocks = self._stride // BLOCK
         self._num_weights = in_features * aligned(max_rank)
-        self._has_kernels = can_add(in_features, sizes) and len(sizes) <= _MAX_PARTS
+        self._has_kernels = can_add(in_features, sizes)
+        self._low = batch.scratch
         self._calls: tuple[Call, Call] | None = None  # once there is an adapter
 
     def prepare(self) -> None:
@@ -63,13 +73,15 @@ class CpuLayerAdapters(TorchLayerAdapters):
 
     def down(self, inputs: torch.Tensor) -> Low:
         """See LayerAdapters."""
-        if self._calls is None or len(inputs) > MAX_ROWS:
-            if is_recording():
-                raise CannotRecordError(f"adapters of {len(inputs)} rows are left to torch")
+        are_many = len(inputs) > MAX_ROWS
+        if is_recording() and (self._calls is None or are_many):
+            raise CannotRecordError(f"adapters of {len(inputs)} rows are not recorded")
+        if self._calls is None or (are_many and not self._is_invariant):
             return super().down(inputs)
         batch, call = self.batch, self._calls[0]
         if batch.scratch.numel() < MAX_ROWS * self._stride:
             batch.scratch = torch.empty(MAX_ROWS * self._stride)
+        self._low = torch.empty(len(inputs) * self._stride) if are_many else batch.scratch
         inputs = inputs.contiguous()
         self._point(call)
         call.point("inputs", inputs)
@@ -91,4 +103,4 @@ class CpuLayerAdapters(TorchLayerAdapters):
     def _point(self, call: Call) -> None:
         assert self.batch.rows is not None
         call.point("routes", self.batch.rows.routes)
-        call.point("low", self.batch.scratch)
+        call.point("low", self._low)

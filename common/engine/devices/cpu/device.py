@@ -17,6 +17,7 @@ from common.engine.devices.cpu.decode_programs import DecodePrograms
 from common.engine.devices.cpu.fused_norm import fuse_norms
 from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
 from common.engine.devices.cpu.kernels.compiled import has_openmp, instructions
+from common.engine.devices.cpu.kernels.lora import can_add
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.devices.cpu.latent_attention import CpuLatentAttention, supports_latents
 from common.engine.devices.cpu.operators import CpuOperators
@@ -95,10 +96,11 @@ class CpuDevice(TorchDevice):
 
     def layer_adapters(
         self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
-    ) -> LayerAdapters:
+    ) -> LayerAdapters | None:
         """See Device."""
-        if self._has_kernels and has_openmp() and dtype in (torch.float32, torch.bfloat16):
-            return CpuLayerAdapters(batch, in_features, sizes, dtype, max_rank)
+        has_kernels = self._has_kernels and has_openmp() and dtype in (torch.float32, torch.bfloat16)
+        if has_kernels and (can_add(in_features, sizes) or not self.batch_invariant):
+            return CpuLayerAdapters(batch, in_features, sizes, dtype, max_rank, batch_invariant=self.batch_invariant)
         return super().layer_adapters(batch, in_features, sizes, dtype, max_rank)
 
     def recurrences(self) -> CpuRecurrences | None:

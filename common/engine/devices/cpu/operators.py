@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.engine.devices.adapters import AdapterBatch
+from common.engine.devices.adapters import AdaptedLinear, AdapterBatch
 from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAttention
 from common.engine.devices.cpu.kernels.compiled import (
     Call,
@@ -87,9 +87,11 @@ class CpuOperators:
             quantized = self._quantized(gate_up)
             return _Gated(quantized if adapted is None else adapted(quantized), size, dtype)
         linear = StreamedLinear(gate_up, batch_invariant=self._batch_invariant, gated=True)
-        if adapted is None:
+        with_adapters = linear if adapted is None else adapted(linear)
+        if not isinstance(with_adapters, AdaptedLinear):
             return partial(_gated, linear, _Gated(linear, size, dtype))
-        with_adapters = adapted(linear)
+        if self._batch_invariant:  # rows without an adapter are computed alike beside some with one
+            return _Gated(with_adapters, size, dtype)
         return partial(_gated_unless_adapted, linear, _Gated(with_adapters, size, dtype), with_adapters.batch)
 
     def _quantized(self, linear: QuantizedLinear) -> PerToken:

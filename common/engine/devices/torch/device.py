@@ -87,9 +87,9 @@ class TorchDevice(Device):
 
     def layer_adapters(
         self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
-    ) -> LayerAdapters:
+    ) -> LayerAdapters | None:
         """See Device."""
-        return TorchLayerAdapters(batch, in_features, sizes)
+        return None if self.batch_invariant else TorchLayerAdapters(batch, in_features, sizes)
 
     def recurrences(self) -> Recurrences | None:
         """See Device."""

@@ -1,4 +1,4 @@
-"""LoRA adapters for a few rows, each adapter of the batch read once.
+"""LoRA adapters for a few rows, each adapter of the batch read once. A row's results do not depend on the others.
 
 `routes` are those of `AdapterRows`: how many adapters there are, their slots, where the rows of each begin, and the
 rows. `table` has four numbers for each slot: the addresses of the two matrices, the sum of the ranks of all parts of
@@ -16,7 +16,8 @@ from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.experts import BLOCK, by_rows, part_of, products
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Pointer, Value
 
-MAX_ROWS = 64
+MAX_ROWS = 64  # beyond which products of matrices are faster
+MAX_PARTS = 3  # of a layer, whose ranks are side by side
 TABLE_WIDTH = 4
 _A, _B, _RANKS, _RANK = range(TABLE_WIDTH)
 _INTS = ElementType.INT64
@@ -25,8 +26,8 @@ _ROWS = 4  # that are computed at once
 
 
 def can_add(in_features: int, sizes: Sequence[int]) -> bool:
-    """True if the kernels take a layer of these inputs and outputs."""
-    return not (in_features % BLOCK or any(size % BLOCK for size in sizes))
+    """True if the kernels take layers of these inputs and outputs, computed as one."""
+    return len(sizes) <= MAX_PARTS and not (in_features % BLOCK or any(size % BLOCK for size in sizes))
 
 
 def width_of(sizes: Sequence[int]) -> int:
