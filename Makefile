@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 VLLM := 0.32.0
+OPENVINO := 2026.4.1.0
+OPTIMUM := 2.2.0
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
@@ -83,8 +85,10 @@ test-dist: dist
 clients: $(DEV)
 	$(BIN)/pytest -m clients tests/clients $(ARGS)
 
-## What `python -m benchmarks.compare` measures Baton against: vLLM for CPUs, in .venv-peers (4 GB).
-peers: $(PEERS)/.installed
+## What `python -m benchmarks.compare` measures Baton against: vLLM for CPUs, in .venv-peers (4 GB), and OpenVINO GenAI, in
+## .venv-peers-openvino (2 GB). If one cannot be installed, the other is.
+peers:
+	@$(MAKE) --no-print-directory --keep-going $(PEERS)/.installed $(PEERS)-openvino/.installed
 
 ## Container images with docker, podman or buildah; see docs/compose.md. make images IMAGES="router cpu"
 images:
@@ -167,5 +171,12 @@ $(PEERS)/.installed: Makefile
 		mkdir -p $$directory; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $$directory/METADATA
 	@touch $@
 
+# torchvision comes with optimum, of a version for another torch.
+$(PEERS)-openvino/.installed: Makefile
+	$(PYTHON) -m venv $(PEERS)-openvino
+	$(PEERS)-openvino/bin/pip install --quiet optimum-intel==$(OPTIMUM) openvino-genai==$(OPENVINO) $$(grep '^torch==' constraints.txt)
+	$(PEERS)-openvino/bin/pip uninstall --quiet --yes torchvision
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) .venv-clients build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(PEERS)-openvino .venv-clients build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

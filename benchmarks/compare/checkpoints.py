@@ -60,6 +60,8 @@ class Precision(NamedTuple):
 
     def suits(self, side: str) -> bool:
         """Whether a side can compute in it."""
+        if side == "openvino":
+            return self.quantization != "int8-dynamic"
         return not side.startswith(("transformers", "generate_batch")) or self.quantization is None
 
 

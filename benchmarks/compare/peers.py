@@ -15,8 +15,9 @@ from benchmarks.harness.checkouts import ROOT
 from benchmarks.harness.processes import Child
 
 PEERS = ROOT / ".venv-peers"  # of `make peers`
-NAMES = ("baton", "vllm", "transformers", "generate_batch", "invariant")
-MAIN_NAMES = NAMES[:3]  # what --quick measures
+OPENVINO = ROOT / ".venv-peers-openvino"  # likewise
+NAMES = ("baton", "vllm", "openvino", "transformers", "generate_batch", "invariant")
+MAIN_NAMES = ("baton", "vllm", "transformers")  # what --quick measures
 
 
 class Python(NamedTuple):
@@ -28,6 +29,9 @@ class Python(NamedTuple):
 
 def python_of(name: str) -> Python | None:
     """Returns the interpreter of a side; None if it is not installed."""
+    if name == "openvino":
+        own = OPENVINO / "bin" / "python"
+        return Python(str(own), {}) if own.exists() else None
     if not name.startswith("vllm"):
         return Python(sys.executable, {})
     interpreter = PEERS / "bin" / "python"

@@ -11,17 +11,19 @@ from benchmarks.compare.serving import ServingRow
 from benchmarks.harness.report import Page, spread
 from benchmarks.harness.report import row as table_row
 
-PEERS = ("vllm", "transformers", "generate_batch", "invariant")
+PEERS = ("vllm", "openvino", "transformers", "generate_batch", "invariant")
 _WORDS = """\
 `python -m benchmarks.compare`; medians, ranges of the repeats in brackets. A ratio above 1: Baton is ahead.
 The limit is the shortest time in which the machine, as measured in the same run, could read or multiply what
-the work needs. With int8 weights vLLM rounds activations too, which Baton does not: tokens differ by design.
+the work needs. With int8 weights vLLM rounds activations too, which Baton does not, and OpenVINO rounds weights in its
+own way: tokens differ by design.
 The limit is that of Baton then, which reads all weights as int8 and multiplies in the type that is named.
 
 ![Each side's share of what the machine could do]({drawing})"""
 _TITLES = {
     "baton": "Baton",
     "vllm": "vLLM",
+    "openvino": "OpenVINO",
     "transformers": "transformers",
     "generate_batch": "generate_batch",
     "invariant": "batch-invariant",
@@ -31,6 +33,7 @@ _TITLES = {
 _COLOURS = {
     "baton": "#2f6fde",
     "vllm": "#d9822b",
+    "openvino": "#3f9f6f",
     "transformers": "#7a8594",
     "generate_batch": "#b3bac2",
     "invariant": "#8fb3f0",
@@ -113,7 +116,7 @@ def _pairs(names: Collection[str]) -> list[tuple[str, str]]:
 def _tokens(row: Row) -> str:
     """Names the sides whose tokens are not Baton's."""
     different = [
-        _TITLES[name] + " (by design)" * (name == "vllm" and row.precision == "int8")
+        _TITLES[name] + " (by design)" * (name in ("vllm", "openvino") and row.precision.startswith("int8"))
         for name, same in row.same_tokens.items()
         if not same
     ]
