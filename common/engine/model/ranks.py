@@ -50,6 +50,7 @@ class GlooRanks:
         options._timeout = timeout  # noqa: SLF001
         with self._failures():
             self._group: Any = ProcessGroupGloo(store, rank, size, options)
+        self._meet(timedelta(seconds=join_timeout_s))  # else one that is soon done leaves others that still connect
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Ranks."""
