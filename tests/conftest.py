@@ -9,6 +9,10 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Threads of OpenMP sleep while they wait, as in pods: tests run side by side, and threads that spin take each other's
+# cores. torch reads this when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Triton's interpreter must be chosen before its first import, which may be that of another conftest.py, so not in
 # `pytest_configure`. The processes of pytest-xdist inherit the choice. Without TRITON_INTERPRET, engines do not use it.
 if os.environ.setdefault("BATON_TESTS_ON_GPU", str(int("gpu" in sys.argv))) == "0" and importlib.util.find_spec(

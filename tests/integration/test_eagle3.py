@@ -41,7 +41,13 @@ TEXTS = ["The capital of France is", "Once upon a time there was a king who had"
 
 
 def make_llm(name: str = "llama", head: Path | None = None, depth: int = 4, **options: object) -> LLM:
-    settings: dict[str, object] = {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 40, "num_threads": 1}
+    settings: dict[str, object] = {
+        "block_size": 4,
+        "num_blocks": 128,
+        "max_num_batched_tokens": 40,
+        "num_threads": 1,
+        "target_itl_ms": None,
+    }
     if head is not None:
         settings["speculative"] = f"eagle3:model={head},depth={depth}"
     return LLM(tiny_model_dir(name), **settings | options)
@@ -95,7 +101,7 @@ def test_drafts_are_those_of_the_reference(name: str, has_embedding: bool, seen:
         assert llm._client.stats().prefix_cache_hits
         assert figures_of(llm).num_verified > 50
         assert figures_of(llm).num_unseen == 0
-    assert len(seen.drafts) > 100
+    assert len(seen.drafts) > 50
     seen.compare(head, target=tiny_model_dir(name))
 
 

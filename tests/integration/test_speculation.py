@@ -78,7 +78,13 @@ class Verified:
 
 
 def make_llm(name: str, **options: object) -> LLM:
-    settings = {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 40, "num_threads": 1}
+    settings = {
+        "block_size": 4,
+        "num_blocks": 128,
+        "max_num_batched_tokens": 40,
+        "num_threads": 1,
+        "target_itl_ms": None,
+    }
     return LLM(tiny_model_dir(name), **settings | options)
 
 
@@ -193,7 +199,7 @@ def test_answers_without_a_seed_are_distributed_as_without_drafts(
     counts: list[Counter[tuple[int, ...]]] = []
     for number, method in enumerate([None, "tests.integration.speculation_rig:guessing"]):
         monkeypatch.setattr("secrets.randbelow", random.Random(number).randrange)
-        with make_llm("llama", speculative=method, max_num_batched_tokens=512, target_itl_ms=None) as llm:
+        with make_llm("llama", speculative=method, max_num_batched_tokens=512) as llm:
             rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(num_rounds)]
         counts.append(Counter(tuple(answer.token_ids) for answers in rounds for answer in answers))
     plain, found = counts
