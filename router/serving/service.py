@@ -166,7 +166,8 @@ class InferenceService:
         return [each for name, each in model.pods.adapters.served.items() if name not in self._models]
 
     def model(self, name: str | None) -> ServedModel:
-        """Returns the model that has this name, or whose adapter has it, whoever asks. Raises as `asked`."""
+        """Returns the model of this name, or the one whose adapter has it, without regard to a tenant's rights. Raises
+        as `asked`."""
         return self.asked(name, Tenant()).model
 
     def _known_models(self, tenant: Tenant) -> str:

@@ -25,6 +25,13 @@ from common.engine.worker import worker
 from router.runtime import Router
 from tests.tiny_models import prompt_of
 
+SETTINGS: dict[str, object] = {  # of engines; prompts are cut by the budget alone, whatever steps take
+    "block_size": 4,
+    "num_blocks": 128,
+    "max_num_batched_tokens": 40,
+    "num_threads": 1,
+    "target_itl_ms": None,
+}
 NUM_DRAFTS = 4
 LONG_S = 1e3  # to compute a prompt
 ANSWERS: list[list[int]] = []  # prompts with all that follows; set by tests

@@ -50,13 +50,7 @@ LLAMA, OTHER = tiny_model_dir("llama"), tiny_model_dir("llama", seed=1)
 
 
 def make_llm(name: str = "llama", draft: Path | None = None, depth: int = 4, **options: object) -> LLM:
-    settings: dict[str, object] = {
-        "block_size": 4,
-        "num_blocks": 128,
-        "max_num_batched_tokens": 40,
-        "num_threads": 1,
-        "target_itl_ms": None,
-    }
+    settings = dict(rig.SETTINGS)
     if draft is not None:
         settings["speculative"] = f"draft:model={draft},depth={depth}"
     return LLM(tiny_model_dir(name), **settings | options)

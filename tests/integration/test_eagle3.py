@@ -41,13 +41,7 @@ TEXTS = ["The capital of France is", "Once upon a time there was a king who had"
 
 
 def make_llm(name: str = "llama", head: Path | None = None, depth: int = 4, **options: object) -> LLM:
-    settings: dict[str, object] = {
-        "block_size": 4,
-        "num_blocks": 128,
-        "max_num_batched_tokens": 40,
-        "num_threads": 1,
-        "target_itl_ms": None,
-    }
+    settings = dict(rig.SETTINGS)
     if head is not None:
         settings["speculative"] = f"eagle3:model={head},depth={depth}"
     return LLM(tiny_model_dir(name), **settings | options)

@@ -15,10 +15,7 @@ from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 
 def make_llm(**options: object) -> LLM:
-    return LLM(
-        mtp_model_dir(),
-        **{"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 40, "num_threads": 1} | options,
-    )
+    return LLM(mtp_model_dir(), **rig.SETTINGS | options)
 
 
 @pytest.fixture(autouse=True)

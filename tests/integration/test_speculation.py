@@ -78,14 +78,7 @@ class Verified:
 
 
 def make_llm(name: str, **options: object) -> LLM:
-    settings = {
-        "block_size": 4,
-        "num_blocks": 128,
-        "max_num_batched_tokens": 40,
-        "num_threads": 1,
-        "target_itl_ms": None,
-    }
-    return LLM(tiny_model_dir(name), **settings | options)
+    return LLM(tiny_model_dir(name), **rig.SETTINGS | options)
 
 
 @pytest.fixture(params=["right", "wrong", "half"])
