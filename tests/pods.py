@@ -33,6 +33,7 @@ from common.rpc.convert import sampling_to_pb
 from common.types import BlockHash, SamplingParams
 from decode_service.config import DecodeConfig
 from decode_service.front import DecodeFront
+from decode_service.handoff import HandoffTimeouts
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
 
@@ -247,7 +248,8 @@ async def decode_pod(
 ) -> AsyncIterator[RunningPod]:
     """`executor`, `front` and `runtime`: keyword arguments of these; `settings`: those of the pod."""
     config = DecodeConfig(**_settings(settings))
-    make_front = partial(DecodeFront, config=config, **(front or {}))
+    timeouts = HandoffTimeouts(queue_s=config.handoff_queue_timeout_s, connect_s=DEADLINE_S)  # or it computes by itself
+    make_front = partial(DecodeFront, config=config, **{"timeouts": timeouts, **(front or {})})
     async with _pod("decode", config, make_front, store, gate, executor, runtime) as pod:
         yield pod
 

@@ -35,6 +35,7 @@ from common.rpc.channel import ChannelOpener, open_channel
 from common.rpc.tls import ClusterTlsConfig, cluster_tls
 from decode_service.config import DecodeConfig
 from decode_service.front import DecodeFront
+from decode_service.handoff import HandoffTimeouts
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
 from router.config import RouterConfig
@@ -227,12 +228,14 @@ async def running_cluster(
             parallel=ParallelConfig(data_parallel_size=decode_engines),
             **settings,  # type: ignore[arg-type]
         )
+        patient = HandoffTimeouts(queue_s=DEADLINE_S, connect_s=DEADLINE_S)  # or prompts are computed once more
         prefill = [
             await start("prefill", prefill_config, lambda pod: PrefillFront(pod, prefill_config))
             for _ in range(num_prefill)
         ]
         decode = [
-            await start("decode", decode_config, lambda pod: DecodeFront(pod, decode_config)) for _ in range(num_decode)
+            await start("decode", decode_config, lambda pod: DecodeFront(pod, decode_config, timeouts=patient))
+            for _ in range(num_decode)
         ]
         routing = RoutingConfig(remote_prefill="prefer", prefill_policy="round_robin", decode_policy=decode_policy)
         router_config = RouterConfig(

@@ -190,7 +190,7 @@ async def test_a_half_close_cuts_no_message_short(slow_pod: RunningPod) -> None:
         written.extend(events.deltas)
 
     quarantine = Quarantine(1)
-    timeouts = HandoffTimeouts(queue_s=DEADLINE_S)
+    timeouts = HandoffTimeouts(queue_s=DEADLINE_S, connect_s=DEADLINE_S)
     session = RouterSession(
         PodServices(slow_pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts)
     )
@@ -252,7 +252,7 @@ async def test_each_refusal_is_told_although_the_router_is_slow(pod: RunningPod)
         written.extend(delta.request_id for delta in events.deltas)
 
     quarantine = Quarantine(1)
-    timeouts = HandoffTimeouts(queue_s=DEADLINE_S)
+    timeouts = HandoffTimeouts(queue_s=DEADLINE_S, connect_s=DEADLINE_S)
     session = RouterSession(PodServices(pod.context, DecodeConfig(), ChannelPool(), TaskSet(), quarantine, timeouts))
     await asyncio.wait_for(session.run(commands(), write), DEADLINE_S)
     assert written == ["a", "b"]

@@ -345,7 +345,7 @@ async def test_silent_prefill_pod_is_not_waited_for_for_ever(stage: str) -> None
     store: Store = {}
     waits: dict[str, Any] = {"handoff_queue_timeout_s": 0.2}
     if stage == "reserved":
-        waits = {"front": {"timeouts": HandoffTimeouts(queue_s=DEADLINE_S, stall_s=0.2)}}
+        waits = {"front": {"timeouts": HandoffTimeouts(queue_s=DEADLINE_S, connect_s=DEADLINE_S, stall_s=0.2)}}
     async with (
         prefill_pod(store) as prefill,
         decode_pod(store, **waits) as decode,
