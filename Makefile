@@ -13,7 +13,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-busy test-deploy test-compose test-kube images test-kernels test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference architectures docs clean
+.PHONY: up test test-slow test-busy test-deploy test-compose test-kube images test-kernels test-arm test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference architectures docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -42,9 +42,16 @@ test-busy: $(DEV)
 test-deploy: $(DEV)
 	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
 
-## The CPU kernels, and the Triton kernels in Triton's interpreter, in every shape of heads and blocks. Seven minutes.
+## The CPU kernels, and the Triton kernels in Triton's interpreter, in every shape of heads and blocks; then the CPU kernels
+## with the instructions of older processors. Fifteen minutes.
 test-kernels: $(DEV)
 	$(BIN)/pytest -n 2 -m "not gpu" tests/unit/common/engine/devices/cpu/kernels tests/unit/common/engine/devices/gpu/kernels tests/unit/common/engine/devices/test_kv_quantization.py tests/unit/common/engine/devices/test_attention.py tests/unit/common/engine/worker tests/integration/test_batch_invariance_on_gpus.py $(ARGS)
+	$(BIN)/python -m tests.each_isa -n 2 tests/unit/common/engine/devices/cpu tests/unit/common/engine/devices/test_kv_quantization.py tests/unit/common/engine/devices/test_attention.py tests/unit/common/engine/worker $(ARGS)
+
+## The CPU kernels as on an ARM processor, in QEMU's user mode, which Debian has as qemu-user-static; binutils-aarch64-linux-gnu
+## links them. Four minutes.
+test-arm: $(DEV)
+	$(BIN)/pytest -n 2 -p tests.emulation $(addprefix tests/unit/common/engine/devices/cpu/,kernels/test_language.py kernels/test_linear_kernel.py kernels/test_decode_kernel.py kernels/test_chunk_attention.py kernels/test_int8_linear.py kernels/test_latent_kernel.py kernels/test_recurrences.py test_streamed_experts.py test_compiled_sampler.py test_fused_norm.py test_cpu_operators.py) tests/unit/common/engine/devices/test_kv_quantization.py $(ARGS)
 
 ## The web page in headless Chromium, which it installs from Debian if it may. Writes docs/images/page-*.png, and top-*.svg
 ## of `baton top`. A minute.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import random
 import sys
 from collections.abc import AsyncIterator
@@ -95,7 +94,6 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, help="rounds of what a client may make an engine hold, instead")
     args = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `baton serve` does
     page = Page("Memory of an engine", "`python -m benchmarks.memory`; see its `--help`.", describe_torch_machine())
     if args.rounds is None:
         asyncio.run(serve_many(page, args.requests))

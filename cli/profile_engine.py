@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +69,6 @@ def main(argv: Sequence[str]) -> int:
     assert isinstance(model, ModelConfig)
     assert isinstance(cache, CacheConfig)
     assert isinstance(scheduler, SchedulerConfig)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a pod; torch reads it when it is imported below
     from planning.measuring import measure_profile
     from planning.profile import write_profile
 

@@ -46,9 +46,6 @@ def main(argv: Sequence[str]) -> int:
     role, *options = argv
     if role not in ROLES:
         raise ConfigError(f"{role}: unknown role; known: {', '.join(ROLES)}")
-    # OpenMP threads that spin while they wait take the cores from the other processes of the machine: with fewer cores
-    # than busy threads a step took 10 to 20 times as long. `baton up`, which shares out the cores, lets them spin.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with kept_imports():
         module = import_with_extra(ROLES[role], role, _NEEDS[role])
     return int(module.main(options))

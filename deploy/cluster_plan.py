@@ -250,19 +250,11 @@ def _spec(name: str, role: str, address: str, options: Sequence[str], env: Mappi
     return PodSpec(name, role, (sys.executable, "-m", "cli.main", "serve", role, *options), env, address)
 
 
-# A step has hundreds of parallel regions, and waking a thread that sleeps takes longer than most of them: threads that
-# wait for the next one spin for some milliseconds before they sleep. On cores of their own that halves a step's time.
-_BRIEF_SPIN = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "100000"}
-
-
 def pod_environment(base: Mapping[str, str], num_ranks: int) -> dict[str, str]:
     """`base` with the cores shared out among the ranks of all pods, unless it says otherwise, and this code
     importable."""
-    num_cores = num_usable_cores()
-    threads = base.get("OMP_NUM_THREADS", "") or str(max(1, num_cores // num_ranks))
+    threads = base.get("OMP_NUM_THREADS", "") or str(max(1, num_usable_cores() // num_ranks))
     env = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    if threads.isdecimal() and int(threads) * num_ranks <= num_cores:  # else they would spin on each other's cores
-        env |= _BRIEF_SPIN
     return env | importable(base)
 
 

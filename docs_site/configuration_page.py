@@ -79,7 +79,8 @@ _CONNECTORS = """\
 | `HF_HOME`, `HF_HUB_OFFLINE`, `HF_ENDPOINT` | router, pods | cache, offline mode and mirror of the model hub |
 | `XDG_CACHE_HOME` | pods on a CPU | where compiled kernels are kept, in `baton/kernels`; default `~/.cache` |
 | `XDG_STATE_HOME` | `baton up -d` | where logs and state are kept; default `~/.local/state` |
-| `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` | pods on a CPU | see [Threads on a CPU](architecture.md#threads-on-a-cpu) |
+| `BATON_MAX_CPU_ISA` | pods on a CPU | holds kernels to the instructions of an older [processor](processors.md) |
+| `OMP_NUM_THREADS`, `OMP_WAIT_POLICY` | pods on a CPU | see [Threads on a CPU](architecture.md#threads-on-a-cpu) |
 | `UCX_TLS`, `UCX_NET_DEVICES`, `UCX_LOG_LEVEL` | pods with `nixl` | see [kv.md](kv.md#nixl) |
 """
 

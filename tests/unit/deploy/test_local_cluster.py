@@ -205,15 +205,6 @@ def test_cores_are_shared_out_unless_the_environment_says_otherwise(monkeypatch:
     assert pod_environment({"OMP_NUM_THREADS": "3"}, 2)["OMP_NUM_THREADS"] == "3"
 
 
-def test_threads_spin_only_on_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    assert pod_environment({}, 2)["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert pod_environment({"OMP_NUM_THREADS": "4"}, 2)["OMP_WAIT_POLICY"] == "ACTIVE"
-    for base, num_engines in (({}, 9), ({"OMP_NUM_THREADS": "5"}, 2), ({"OMP_NUM_THREADS": "4,2"}, 1)):
-        assert "OMP_WAIT_POLICY" not in pod_environment(base, num_engines)
-    assert pod_environment({"OMP_WAIT_POLICY": "PASSIVE"}, 2)["OMP_WAIT_POLICY"] == "PASSIVE"
-
-
 def test_a_cluster_that_only_pools_hands_nothing_over_and_is_asked_for_an_embedding() -> None:
     planned = plan(ClusterConfig(prefill=2, decode=0))
     assert [option(pod.command, "--connector") for pod in planned.pods] == [["none"]] * 2

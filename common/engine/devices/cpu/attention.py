@@ -23,8 +23,9 @@ from common.engine.devices.cpu.kernels.chunk_attention import (
     rows_per_task,
     whole_tiles,
 )
-from common.engine.devices.cpu.kernels.compiled import Call, has_openmp, result, threads_for
+from common.engine.devices.cpu.kernels.compiled import Call, result, threads_for
 from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.threads import can_run_kernels
 from common.engine.devices.cpu.kernels.tiles import has_tiles
 from common.engine.devices.torch.attention import Chunk, DecodeGroup, TorchAttention, chunks_of
 from common.errors import ConfigError
@@ -288,7 +289,7 @@ class BatchInvariantAttention(CpuAttention):
 def supports(spec: KVSpec) -> bool:
     """True if the kernels can work on the KV cache of a model."""
     return (
-        has_openmp()
+        can_run_kernels()
         and spec.dtype in (torch.float32, torch.bfloat16)
         and spec.head_dim == spec.value_head_dim
         and spec.head_dim % 2 == 0

@@ -16,9 +16,10 @@ from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAtte
 from common.engine.devices.cpu.decode_programs import DecodePrograms
 from common.engine.devices.cpu.fused_norm import fuse_norms
 from common.engine.devices.cpu.kernel_cache import bound_kernel_caches
-from common.engine.devices.cpu.kernels.compiled import has_openmp, instructions
+from common.engine.devices.cpu.kernels.compiling import instructions
 from common.engine.devices.cpu.kernels.lora import can_add
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.devices.cpu.kernels.threads import can_run_kernels
 from common.engine.devices.cpu.latent_attention import CpuLatentAttention, supports_latents
 from common.engine.devices.cpu.operators import CpuOperators
 from common.engine.devices.cpu.packed_linear import pack_linears
@@ -74,7 +75,7 @@ class CpuDevice(TorchDevice):
 
     def pack(self, model: Any) -> int:
         """See Device."""
-        if not (self._has_kernels and has_openmp()):
+        if not (self._has_kernels and can_run_kernels()):
             return fuse_norms(model, has_kernels=False) + pack_linears(model)
         return stream_experts(model) + fuse_norms(model, has_kernels=True) + pack_linears(model, CompiledLinear)
 
@@ -98,14 +99,14 @@ class CpuDevice(TorchDevice):
         self, batch: AdapterBatch, in_features: int, sizes: Sequence[int], dtype: torch.dtype, max_rank: int
     ) -> LayerAdapters | None:
         """See Device."""
-        has_kernels = self._has_kernels and has_openmp() and dtype in (torch.float32, torch.bfloat16)
+        has_kernels = self._has_kernels and can_run_kernels() and dtype in (torch.float32, torch.bfloat16)
         if has_kernels and (can_add(in_features, sizes) or not self.batch_invariant):
             return CpuLayerAdapters(batch, in_features, sizes, dtype, max_rank, batch_invariant=self.batch_invariant)
         return super().layer_adapters(batch, in_features, sizes, dtype, max_rank)
 
     def recurrences(self) -> CpuRecurrences | None:
         """See Device."""
-        return CpuRecurrences() if self._has_kernels and has_openmp() else None
+        return CpuRecurrences() if self._has_kernels and can_run_kernels() else None
 
     def row_sampler(self, vocab_size: int, dtype: torch.dtype) -> CompiledSampler | None:
         """See Device."""

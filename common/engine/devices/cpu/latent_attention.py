@@ -8,9 +8,10 @@ import torch
 
 from common.engine.devices.attention import AttentionArgs, KVSpec, LatentExpansion
 from common.engine.devices.cpu.attention import scores_of
-from common.engine.devices.cpu.kernels.compiled import Call, has_openmp, threads_for
+from common.engine.devices.cpu.kernels.compiled import Call, threads_for
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.latent_attention import LatentShape, latent_decode_kernel
+from common.engine.devices.cpu.kernels.threads import can_run_kernels
 from common.engine.devices.torch.latent_attention import TorchLatentAttention
 
 _NUMBERS_PER_TOKEN = 32  # that attending to one token with a head is worth, see CpuAttention
@@ -66,4 +67,4 @@ class CpuLatentAttention(TorchLatentAttention):
 
 def supports_latents(spec: KVSpec) -> bool:
     """True if the kernel can work on what a model caches, given blocks of a usual size."""
-    return has_openmp() and spec.dtype in (torch.float32, torch.bfloat16) and not spec.value_head_dim
+    return can_run_kernels() and spec.dtype in (torch.float32, torch.bfloat16) and not spec.value_head_dim

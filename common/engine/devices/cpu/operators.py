@@ -13,7 +13,6 @@ from common.engine.devices.cpu.attention import BatchInvariantAttention, CpuAtte
 from common.engine.devices.cpu.kernels.compiled import (
     Call,
     CannotRecordError,
-    has_openmp,
     is_recording,
     result,
     threads_for,
@@ -25,6 +24,7 @@ from common.engine.devices.cpu.kernels.elementwise import (
     silu_mul_kernel,
 )
 from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.threads import can_run_kernels
 from common.engine.devices.cpu.quantized_linear import compiled, has_kernels
 from common.engine.devices.cpu.streamed_linear import StreamedLinear
 from common.engine.devices.operators import Adapt, AddNorm, Embed, PerToken
@@ -44,7 +44,7 @@ class CpuOperators:
 
     def supports(self, model: Any) -> bool:
         """See Operators."""
-        return model.dtype in (torch.float32, torch.bfloat16) and has_openmp()
+        return model.dtype in (torch.float32, torch.bfloat16) and can_run_kernels()
 
     def split(self, num_tokens: int) -> list[int]:
         """See Operators."""

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common.engine.devices.cpu.kernels.compiled import has_openmp
 from common.engine.devices.cpu.kernels.grouped_linear import Codes
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.paired_grouped_linear import can_pair
+from common.engine.devices.cpu.kernels.threads import can_run_kernels
 from common.engine.devices.cpu.kernels.tiled_int8_linear import can_tile_int8
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, has_tiles
 from common.engine.devices.cpu.streamed_dynamic_int8_linear import (
@@ -51,7 +51,7 @@ class _Checked(NamedTuple):
 def has_kernels(linear: QuantizedLinear) -> bool:
     """True if there are kernels for such a layer, and for activations of its type."""
     is_known = isinstance(linear, Int8Linear) or (isinstance(linear, GroupedLinear) and can_stream(linear))
-    return is_known and linear.weight.dtype in _MAX_ERROR and has_openmp()
+    return is_known and linear.weight.dtype in _MAX_ERROR and can_run_kernels()
 
 
 def compile_linears(model: nn.Module) -> None:

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.engine.devices.cpu.kernels.compiled import Call, has_openmp, threads_for
+from common.engine.devices.cpu.kernels.compiled import Call, threads_for
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.sampling import PART, best_kernel, bound_kernel
+from common.engine.devices.cpu.kernels.threads import can_run_kernels
 from common.engine.sampling.draws import Draws
 from common.engine.sampling.noise import UNIT, gumbel_noise
 from common.errors import ModelLoadError
@@ -123,7 +124,7 @@ def _first_least(bounds: _Floats, least: _Floats) -> _Ids:
 
 def can_sample(dtype: torch.dtype) -> bool:
     """True if there are kernels for logits of this type."""
-    return dtype in (torch.float32, torch.bfloat16) and has_openmp()
+    return dtype in (torch.float32, torch.bfloat16) and can_run_kernels()
 
 
 def checked_sampler(num_tokens: int, dtype: torch.dtype) -> CompiledSampler:

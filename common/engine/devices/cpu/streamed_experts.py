@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from common.engine.devices.cpu.kernels.compiled import Call, has_openmp, threads_for
+from common.engine.devices.cpu.kernels.compiled import Call, threads_for
 from common.engine.devices.cpu.kernels.experts import (
     BLOCK,
     MAX_TOKENS,
@@ -21,6 +21,7 @@ from common.engine.devices.cpu.kernels.experts import (
     sum_experts_kernel,
 )
 from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.threads import can_run_kernels
 
 _TYPES = (torch.float32, torch.bfloat16)
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # of the norm
@@ -110,7 +111,9 @@ def _can_stream(module: Any) -> bool:
     """Whether a module is experts with SwiGLU that the kernels compute, tried on a few tokens. Of limits of what they
     multiply a trial would see nothing: such modules have a gate of their own."""
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    if not (has_openmp() and isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter) and down.dim() == 3):
+    if not (
+        can_run_kernels() and isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter) and down.dim() == 3
+    ):
         return False
     num_experts, size, width = down.shape
     if gate_up.shape != (num_experts, 2 * width, size) or getattr(module, "num_experts", None) != num_experts:

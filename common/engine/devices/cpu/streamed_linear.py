@@ -1,6 +1,7 @@
 """Packed linear layers with kernels of our own, which read the weight where oneDNN has packed it.
 
-In bfloat16 with matrix instructions they take all the rows that a fused decoder computes at once, otherwise few rows.
+They take all rows where they are as fast as oneDNN, otherwise few: in float32, and in bfloat16 where the processor
+multiplies matrices of it, or pairs.
 
 oneDNN does not say how it lays weights out. The kernels are used where a packed weight, compared with the weight
 itself, turns out to have the layout that they read.
@@ -9,6 +10,7 @@ itself, turns out to have the layout that they read.
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from common.engine.devices.cpu.huge_pages import use_huge_pages
+from common.engine.devices.cpu.kernels import pairs
 from common.engine.devices.cpu.kernels.compiled import (
     Call,
     CannotRecordError,
@@ -26,7 +29,7 @@ from common.engine.devices.cpu.kernels.compiled import (
     threads_for,
 )
 from common.engine.devices.cpu.kernels.language import element_type_of
-from common.engine.devices.cpu.kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
+from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK, can_stream, linear_kernel, pair_of
 from common.engine.devices.cpu.kernels.tiled_linear import can_tile, tiled_gated_linear_kernel, tiled_linear_kernel
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, configuration, has_tiles, rest_configuration
 from common.engine.devices.cpu.packed_linear import PackedLinear
@@ -35,7 +38,7 @@ from common.errors import ConfigError, ModelLoadError
 _BLOCKS = (64, 48, 32, 16)  # outputs in a block
 _COMPARED = 1 << 22  # weights at once
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
-_MAX_ROWS_BFLOAT16 = 8  # that vector instructions multiply while the weight is read
+_MAX_ROWS_BFLOAT16 = 8  # of the kernel where oneDNN has better instructions
 _MAX_ROWS_TILED = 768  # that matrix instructions multiply; other parts of a step have no more
 _MAX_CACHED = 1 << 20  # bytes of a block that a core's second cache has room for, beside the next one
 _TASKS_PER_THREAD = 4
@@ -65,7 +68,7 @@ class StreamedLinear:
             use_huge_pages(blocks.address, linear.weight.nbytes)
         self._streamed = None if blocks is None else _Streamed(linear, blocks, any_rows=batch_invariant)
         self._gated = None
-        if gated and blocks is not None and _is_tiled(linear, blocks) and not linear.out_features % (2 * blocks.width):
+        if gated and self._streamed is not None and blocks is not None and not linear.out_features % (2 * blocks.width):
             self._gated = _Streamed(linear, blocks, any_rows=batch_invariant, gated=True)
         if batch_invariant and self._streamed is None:
             raise ConfigError.of(
@@ -119,7 +122,7 @@ class _Streamed:
     """A layer's weight with the kernel that reads it: of matrix instructions where the processor has them."""
 
     def __init__(self, linear: nn.Linear, blocks: _Blocks, *, any_rows: bool, gated: bool = False) -> None:
-        """`any_rows`: the kernel takes more rows than it is fast for. `gated`: see StreamedLinear.gated; tiled only.
+        """`any_rows`: the kernel takes more rows than it is fast for. `gated`: see StreamedLinear.gated.
         Raises ModelLoadError if a kernel of matrix instructions computes something else than torch."""
         dtype, has_bias = linear.weight.dtype, linear.bias is not None
         self._is_tiled = _is_tiled(linear, blocks)
@@ -129,8 +132,9 @@ class _Streamed:
             is_cached = linear.in_features * blocks.width * linear.weight.itemsize <= _MAX_CACHED
             self._most_rows = _MAX_ROWS_TILED if is_cached else MAX_TILE_ROWS
         else:
-            kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias)
-            self._most_rows = MAX_ROWS if dtype == torch.float32 else _MAX_ROWS_BFLOAT16
+            kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias, gated=gated)
+            multiplies_fast = dtype == torch.float32 or (pairs.MULTIPLIES_PAIRS and not has_tiles())
+            self._most_rows = sys.maxsize if multiplies_fast or any_rows else _MAX_ROWS_BFLOAT16
         self._any_rows = any_rows
         self._out_features = linear.out_features // 2 if gated else linear.out_features
         self._num_blocks = self._out_features // blocks.width
@@ -164,13 +168,12 @@ class _Streamed:
         self._call.point("out", out)
         self._call.set("num_rows", num_rows)
         num_threads = threads_for(self._num_weights // _PER_NUMBER)
-        num_parts = 1
+        rows_per_task = ROWS_PER_TASK
         if self._is_tiled:
             rows_per_task = _rows_per_task(num_rows, self._num_blocks, num_threads)
-            num_parts = -(-num_rows // rows_per_task)
             self._call.set("rows_per_task", rows_per_task)
             self._call.point("rest", rest_configuration(num_rows))
-        self._call.run(num_parts * self._num_blocks, num_threads)
+        self._call.run(-(-num_rows // rows_per_task) * self._num_blocks, num_threads)
 
 
 def _rows_per_task(num_rows: int, num_blocks: int, num_threads: int) -> int:

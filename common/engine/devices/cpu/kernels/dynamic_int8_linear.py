@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.language import (
@@ -22,6 +22,7 @@ from common.engine.devices.cpu.kernels.language import (
     constant,
     like,
 )
+from common.engine.devices.cpu.kernels.processor import features, is_x86
 
 DEPTH = 64  # inputs of an instruction, of which those of a layer are a multiple
 BLOCK = 16  # outputs of a task
@@ -33,8 +34,7 @@ _BYTE = ir.IntType(8)
 
 def multiplies_int8() -> bool:
     """True if the processor has the instructions."""
-    has_them = bool(binding.get_host_cpu_features().get("avx512vnni"))
-    return has_them and MAX_LANES == BLOCK and binding.get_process_triple().startswith("x86_64")
+    return bool(features().get("avx512vnni")) and MAX_LANES == BLOCK and is_x86()
 
 
 @cache

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.int8_linear import copy_widened, multiply_piece
@@ -28,6 +28,7 @@ from common.engine.devices.cpu.kernels.language import (
     constant,
     like,
 )
+from common.engine.devices.cpu.kernels.processor import is_x86
 
 MAX_ROWS = 384
 FLOAT8_FACTOR = 256.0  # by which scales of FLOAT8 codes are larger
@@ -36,7 +37,7 @@ _ROWS = 4  # that take turns over codes in registers
 _VECTORS = 4  # of outputs at once, at most
 _PIECES = (32, 16)  # inputs in a piece
 _PER_WORD, _BITS = 8, 4
-_LOOKS_UP = MAX_LANES == 16 and binding.get_process_triple().startswith("x86_64")
+_LOOKS_UP = MAX_LANES == 16 and is_x86()
 
 
 class Codes(enum.Enum):

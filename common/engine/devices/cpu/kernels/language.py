@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 
-MAX_LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8  # float32 numbers in a register, at most
+from common.engine.devices.cpu.kernels.processor import features, is_x86
+
+MAX_LANES = 16 if features().get("avx512f") else 8  # float32 numbers in a register, at most
 _MIN_LANES = 4  # of a vector; LLVM 22 generates wrong code for some shuffles of two
 
 _INT = ir.IntType(64)
@@ -27,7 +29,7 @@ _HALF_BITS = ir.IntType(16)
 FLOAT = ir.FloatType()
 _POINTER = ir.PointerType()
 _CONTRACT = ("contract",)
-_SCALED_LANES = 16 if MAX_LANES == 16 and binding.get_process_triple().startswith("x86_64") else None
+_SCALED_LANES = 16 if MAX_LANES == 16 and is_x86() else None
 """Of vectors that one instruction multiplies with powers of two, whatever these are."""
 
 # Polynomials for 2 to the power of -0.5 to 0.5, from the highest power on, with the smallest relative error; the last
@@ -181,17 +183,25 @@ class Pointer:
 
     def share(self, value: Operand) -> None:
         """Writes an integer that other threads read."""
-        self.builder.ir.atomic_rmw("xchg", self.address, self.builder.number(value).node, "seq_cst")
+        self._change_shared("xchg", value)
 
-    def add_shared(self, value: int) -> Value:
+    def add_shared(self, value: Operand) -> Value:
         """Adds to an integer that other threads change; returns what it was."""
-        return Value(self.builder, self.builder.ir.atomic_rmw("add", self.address, ir.Constant(_INT, value), "seq_cst"))
+        return self._change_shared("add", value)
+
+    def mask_shared(self, value: Operand) -> Value:
+        """Keeps only these bits of an integer that other threads change; returns what it was."""
+        return self._change_shared("and", value)
 
     def replace_shared(self, expected: Value, value: Value) -> Value:
         """Writes an integer that other threads change if it is what was expected; returns whether it was."""
         nodes = expected.node, value.node
         result = self.builder.ir.cmpxchg(self.address, *nodes, "seq_cst", "seq_cst")
         return Value(self.builder, self.builder.ir.extract_value(result, 1))
+
+    def _change_shared(self, operation: str, value: Operand) -> Value:
+        node = self.builder.number(value).node
+        return Value(self.builder, self.builder.ir.atomic_rmw(operation, self.address, node, "seq_cst"))
 
 
 class Variable:
@@ -294,7 +304,7 @@ class Builder:
 
     def pause(self) -> None:
         """Lets the other thread of a core go on for a moment."""
-        if binding.get_process_triple().startswith("x86_64"):
+        if is_x86():
             self.intrinsic("llvm.x86.sse2.pause", ir.VoidType(), [])
 
     @contextmanager

@@ -1,9 +1,9 @@
-"""Linear layers for a few rows, over weights as oneDNN packs them.
+"""Linear layers over weights as oneDNN packs them.
 
 With few rows a linear layer takes as long as reading its weight from memory. Each block of it is read from front to
 back in one loop, with the sums of up to six rows in registers; the processor fetches ahead by itself. More rows take
-turns over a part of the block, which stays in the core's second cache. The products of an output are added up in the
-same order whatever the number of rows.
+turns over a part of the block, which stays in the core's second cache, and many are several tasks. The products of an
+output are added up in the same order whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.elementwise import silu
 from common.engine.devices.cpu.kernels.language import (
     MAX_LANES,
     Builder,
@@ -23,7 +24,7 @@ from common.engine.devices.cpu.kernels.language import (
 )
 from common.engine.devices.cpu.kernels.pairs import fma_pairs, load_pair, load_pairs
 
-MAX_ROWS = 64
+ROWS_PER_TASK = 96
 ROWS = 6  # computed at once, with sums in registers
 _MAX_VECTORS = MAX_LANES * 3 // 2  # of sums, in 32 or 16 registers
 _PIECE = 16  # inputs, or pairs of them; those of a layer are a multiple
@@ -42,43 +43,58 @@ def can_stream(element: ElementType, in_features: int, out_features: int, block:
 
 
 @cache
-def linear_kernel(element: ElementType, block: int, *, has_bias: bool) -> Kernel:
-    """out = inputs @ weight.T + bias; a task is one block of outputs.
+def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bool = False) -> Kernel:
+    """out = inputs @ weight.T + bias; a task is one block of outputs of ROWS_PER_TASK rows, or of the rest.
 
     inputs [num_rows, in_features], out [num_rows, out_features], bias [out_features] float32, weight
-    [out_features / block, in_features / pair, block, pair]; 1 to MAX_ROWS rows, sizes as `can_stream` says.
+    [out_features / block, in_features / pair, block, pair]; sizes as `can_stream` says. Tasks of a block lie together.
+    `gated`: out [num_rows, out_features / 2] = silu(gate) * up, which are the halves of what else would be outputs.
     """
     pair = pair_of(element)
     piece = _PIECE * pair
     part = max(piece, _PART // (block * element.size) // piece * piece)
 
-    def body(b: Builder, task: Value, a: Any) -> None:
-        weight = a.weight.at(task * a.in_features * block)
-        first_output = task * block
-        totals = b.scratch(MAX_ROWS * block)
-        with b.loop(0, a.num_rows) as row, b.loop(0, block, MAX_LANES) as output:
+    def sums(b: Builder, a: Any, first_output: Value, first_row: Value, num_rows: Value) -> Pointer:
+        """[ROWS_PER_TASK, block]"""
+        weight = a.weight.at(first_output * a.in_features)
+        totals = b.scratch(ROWS_PER_TASK * block)
+        with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as output:
             bias = a.bias.at(first_output + output).load(MAX_LANES) if has_bias else b.number(0.0, MAX_LANES)
             totals.at(row * block + output).store(bias)
         with b.loop(0, a.in_features, part) as first:
             last = b.select(first + part < a.in_features, first + part, a.in_features)
 
-            def multiply(row: Value, num_rows: int, part: tuple[Value, Value] = (first, last)) -> None:
-                rows = [row + i for i in range(num_rows)]
-                inputs = [a.inputs.at(each * a.in_features) for each in rows]
+            def multiply(row: Value, count: int, part: tuple[Value, Value] = (first, last)) -> None:
+                rows = [row + i for i in range(count)]
+                inputs = [a.inputs.at((first_row + each) * a.in_features) for each in rows]
                 add_products(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
 
-            rest = a.num_rows % ROWS
-            with b.loop(0, a.num_rows - rest, ROWS) as row:
+            rest = num_rows % ROWS
+            with b.loop(0, num_rows - rest, ROWS) as row:
                 multiply(row, ROWS)
-            for num_rows in range(1, ROWS):
-                with b.when((rest >= num_rows) & (rest < num_rows + 1)):
-                    multiply(a.num_rows - rest, num_rows)
-        with b.loop(0, a.num_rows) as row, b.loop(0, block, MAX_LANES) as output:
-            total = totals.at(row * block + output).load(MAX_LANES)
-            a.out.at(row * a.out_features + first_output + output).store(total)
+            for count in range(1, ROWS):
+                with b.when((rest >= count) & (rest < count + 1)):
+                    multiply(num_rows - rest, count)
+        return totals
+
+    def body(b: Builder, task: Value, a: Any) -> None:
+        num_parts = (a.num_rows + (ROWS_PER_TASK - 1)) // ROWS_PER_TASK
+        first_output, first_row = task // num_parts * block, task % num_parts * ROWS_PER_TASK
+        left = a.num_rows - first_row
+        num_rows = b.select(left < ROWS_PER_TASK, left, ROWS_PER_TASK)
+        size = a.out_features // 2 if gated else a.out_features
+        totals = sums(b, a, first_output, first_row, num_rows)
+        ups = sums(b, a, first_output + size, first_row, num_rows) if gated else None
+        with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as output:
+            place = row * block + output
+            total = totals.at(place).load(MAX_LANES)
+            if ups is not None:
+                total = silu(b, total) * ups.at(place).load(MAX_LANES)
+            a.out.at((first_row + row) * size + first_output + output).store(total)
 
     arguments = {"inputs": element, "weight": element, "bias": ElementType.FLOAT32, "out": element}
-    return Kernel("linear", arguments | dict.fromkeys(("num_rows", "in_features", "out_features")), body)
+    names = ("num_rows", "in_features", "out_features")
+    return Kernel("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
 
 
 def add_products(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.grouped_linear import Codes, arguments_of
@@ -35,6 +35,7 @@ from common.engine.devices.cpu.kernels.pairs import (
     load_pairs,
     paired_integers,
 )
+from common.engine.devices.cpu.kernels.processor import features, is_x86
 
 MAX_ROWS = 384
 
@@ -43,8 +44,8 @@ _VECTORS = 4  # of outputs at once, at most
 _PIECE = 32  # inputs; groups are a multiple
 _BITS = 4
 _BYTES = 64  # in a register
-_IS_X86 = binding.get_process_triple().startswith("x86_64")
-_LOOKS_UP_BYTES = bool(binding.get_host_cpu_features().get("avx512vbmi"))
+_IS_X86 = is_x86()
+_LOOKS_UP_BYTES = bool(features().get("avx512vbmi"))
 _STEPS = {Codes.INT4: 8, Codes.FLOAT8: 4, Codes.INT8: 2}  # inputs that are decoded together
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from common.engine.devices.cpu.kernels.language import FLOAT, INT32, MAX_LANES, Builder, Pointer, Value, constant, like
+from common.engine.devices.cpu.kernels.processor import features
 
-MULTIPLIES_PAIRS = MAX_LANES == 16 and bool(binding.get_host_cpu_features().get("avx512bf16"))
+MULTIPLIES_PAIRS = MAX_LANES == 16 and bool(features().get("avx512bf16"))
 
 
 class _BFloat16Type(ir.Type):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from common.engine.devices.cpu.kernels.compiled import Kernel
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
-from common.engine.devices.cpu.kernels.program import FUTEX
+from common.engine.devices.cpu.kernels.threads import futex_number
 
 NUMBERS_PER_TASK = 1 << 14
 SLOT_BYTES = 1 << 19
@@ -171,8 +171,7 @@ def _await(b: Builder, state: Pointer, other: Pointer, number: int, meeting: Val
 
 
 def _futex(b: Builder, state: Pointer, word: Pointer, operation: int, value: Value | int, nap: Value) -> None:
-    assert FUTEX is not None
-    b.call(state.at(SYSCALL).load(), FUTEX, word.number, operation, value, nap, 0, 0)
+    b.call(state.at(SYSCALL).load(), futex_number(), word.number, operation, value, nap, 0, 0)
 
 
 def _now_ms(b: Builder, state: Pointer) -> Value:

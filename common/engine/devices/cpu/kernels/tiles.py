@@ -13,9 +13,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from common.engine.devices.cpu.kernels.language import Builder, Operand, Pointer, Value
+from common.engine.devices.cpu.kernels.processor import features
 
 TILE = 16  # rows of a tile, and its columns: single float32 numbers, or pairs in bfloat16
 MAX_TILE_ROWS = 2 * TILE
@@ -29,7 +30,7 @@ _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # Linux grants a process tile regi
 @cache
 def has_tiles() -> bool:
     """True if the processor has the instructions and the operating system lets this process use them."""
-    if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
+    if sys.platform != "linux" or not features().get("amx-bf16"):
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 

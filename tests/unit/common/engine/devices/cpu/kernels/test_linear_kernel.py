@@ -1,4 +1,4 @@
-"""Linear layers for a few rows, against torch in double precision."""
+"""Linear layers, against torch in double precision."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from common.engine.devices.cpu.kernels import pairs
 from common.engine.devices.cpu.kernels.compiled import Call
 from common.engine.devices.cpu.kernels.language import element_type_of
-from common.engine.devices.cpu.kernels.linear import MAX_ROWS, can_stream, linear_kernel, pair_of
+from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK, can_stream, linear_kernel, pair_of
 
 IN_FEATURES, OUT_FEATURES = 96, 192
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
@@ -27,7 +27,7 @@ def multiply(inputs, weight, bias, block):
         in_features=IN_FEATURES,
         out_features=OUT_FEATURES,
     )
-    call.run(OUT_FEATURES // block, 2)
+    call.run(-(-len(inputs) // ROWS_PER_TASK) * (OUT_FEATURES // block), 2)
     return out
 
 
@@ -36,13 +36,13 @@ def multiply(inputs, weight, bias, block):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_the_same_and_each_row_whatever_is_beside_it(dtype, block, has_bias):
     torch.manual_seed(0)
-    inputs = torch.randn(MAX_ROWS, IN_FEATURES).to(dtype)
+    inputs = torch.randn(2 * ROWS_PER_TASK + 5, IN_FEATURES).to(dtype)
     weight = (torch.randn(OUT_FEATURES, IN_FEATURES) / 8).to(dtype)
     bias = torch.randn(OUT_FEATURES) if has_bias else None
     expected = torch.nn.functional.linear(inputs.double(), weight.double(), bias.double() if has_bias else None)
     whole = multiply(inputs, weight, bias, block)
     torch.testing.assert_close(whole.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    for num_rows in (1, 2, 3, 4, 7, 13, 63):
+    for num_rows in (1, 2, 3, 4, 7, 13, 63, ROWS_PER_TASK, ROWS_PER_TASK + 1):
         assert torch.equal(multiply(inputs[:num_rows].clone(), weight, bias, block), whole[:num_rows])
 
 

@@ -1,0 +1,96 @@
+"""Compiles functions for the processor at hand."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import __version__ as llvmlite_version
+from llvmlite import binding, ir
+
+from common.engine.devices.cpu.kernels.code_cache import cached_code
+from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer
+from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
+from common.engine.devices.cpu.kernels.processor import features
+from common.engine.devices.cpu.kernels.tiles import has_tiles
+
+_OPTIMIZATION = 3  # of LLVM
+
+
+def instructions() -> str:
+    """Names what the kernels are compiled for, as far as it decides how they round."""
+    of_bytes = [name for name in ("avx512vnni", "avx512vbmi") if features().get(name)]
+    return f"{MAX_LANES} lanes, pairs {MULTIPLIES_PAIRS}, tiles {has_tiles()}, bytes {of_bytes}"
+
+
+class Function:
+    """A compiled function of one address."""
+
+    def __init__(self, name: str, body: Callable[[Builder, Pointer], None]) -> None:
+        """`body` appends the instructions; the address is of INT64 numbers."""
+        module = ir.Module(name)
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), name)
+        builder = Builder(function)
+        body(builder, Pointer(builder, function.args[0], ElementType.INT64))
+        builder.ir.ret_void()
+        self._engine = _compile(module)  # owns the machine code
+        self.address: int = self._engine.get_function_address(name)
+
+    def keep(self) -> None:
+        """Keeps the machine code until the process ends."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
+
+
+def _compile(module: ir.Module) -> Any:
+    """An engine with the module's machine code."""
+    module.triple = binding.get_process_triple()
+    for function in module.functions:
+        if not function.is_declaration:
+            function.attributes.add("nounwind")
+    text = str(module)
+    code = cached_code([*_compiler(), text], lambda: _machine_code(text))
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine
+
+
+def _machine_code(text: str) -> bytes:
+    """Compiles a module into an object file."""
+    parsed = binding.parse_assembly(text)
+    parsed.verify()
+    target = _target_machine()
+    tuning = binding.create_pipeline_tuning_options(speed_level=_OPTIMIZATION)
+    tuning.slp_vectorization = tuning.loop_vectorization = False  # the kernels say themselves what is a vector
+    passes = binding.create_pass_builder(target, tuning)
+    passes.getModulePassManager().run(parsed, passes)
+    code: bytes = target.emit_object(parsed)
+    return code
+
+
+@cache
+def _compiler() -> list[str]:
+    """Names all that machine code depends on beside the module."""
+    llvm = ".".join(map(str, binding.llvm_version_info))
+    steps = [inspect.getsource(_machine_code), inspect.getsource(_target_machine)]
+    processor = [binding.get_host_cpu_name(), _features()]
+    return [f"llvmlite {llvmlite_version}, LLVM {llvm}, level {_OPTIMIZATION}", *steps, *processor]
+
+
+def _features() -> str:
+    """Names the processor's features, as far as kernels use them."""
+    found = features()
+    if found.get("avx512f"):
+        found["prefer-256-bit"] = False  # LLVM's default for some processors halves the vectors
+    return str(found.flatten())
+
+
+def _target_machine() -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=_features(), opt=_OPTIMIZATION, jit=True
+    )
