@@ -6,6 +6,7 @@ PEERS := .venv-peers
 VLLM := 0.32.0
 OPENVINO := 2026.4.1.0
 OPTIMUM := 2.2.0
+LLAMA_CPP := 0.3.36
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 MUTANTS := $(VENV)/.installed-mutants
@@ -92,10 +93,11 @@ test-dist: dist
 clients: $(DEV)
 	$(BIN)/pytest -m clients tests/clients $(ARGS)
 
-## What `python -m benchmarks.compare` measures Baton against: vLLM for CPUs, in .venv-peers (4 GB), and OpenVINO GenAI, in
-## .venv-peers-openvino (2 GB). If one cannot be installed, the other is.
+## What `python -m benchmarks.compare` measures Baton against: vLLM for CPUs, in .venv-peers (4 GB), OpenVINO GenAI, in
+## .venv-peers-openvino (2 GB), and llama.cpp, in .venv-peers-llamacpp, which is compiled (ten minutes). If one cannot be
+## installed, the others are.
 peers:
-	@$(MAKE) --no-print-directory --keep-going $(PEERS)/.installed $(PEERS)-openvino/.installed
+	@$(MAKE) --no-print-directory --keep-going $(PEERS)/.installed $(PEERS)-openvino/.installed $(PEERS)-llamacpp/.installed
 
 ## Container images with docker, podman or buildah; see docs/compose.md. make images IMAGES="router cpu"
 images:
@@ -185,5 +187,10 @@ $(PEERS)-openvino/.installed: Makefile
 	$(PEERS)-openvino/bin/pip uninstall --quiet --yes torchvision
 	@touch $@
 
+$(PEERS)-llamacpp/.installed: Makefile
+	$(PYTHON) -m venv $(PEERS)-llamacpp
+	$(PEERS)-llamacpp/bin/pip install --quiet llama-cpp-python==$(LLAMA_CPP)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(PEERS)-openvino .venv-clients build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(PEERS)-openvino $(PEERS)-llamacpp .venv-clients build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

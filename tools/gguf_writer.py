@@ -1,4 +1,5 @@
-"""Writes a checkpoint of the Llama kind as a GGUF file, for tests and benchmarks."""
+"""Writes a checkpoint of the Llama kind as a GGUF file, for tests and benchmarks. llama.cpp loads it, without a
+tokenizer."""
 
 from __future__ import annotations
 
@@ -82,6 +83,15 @@ def _q6_k(weights: np.ndarray) -> list[np.ndarray]:
     return [low.reshape(-1, 128), high.reshape(-1, 64), factors.view(np.uint8), _half(scale)]
 
 
+def _bf16(weights: np.ndarray) -> list[np.ndarray]:
+    bits = weights.astype(np.float32).view(np.uint32)
+    return [((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8)]
+
+
+FLOATS = {
+    "F32": _Type(_PLAIN, 1, lambda weights: [weights.astype(np.float32).view(np.uint8)]),
+    "BF16": _Type(30, 1, _bf16),
+}
 TYPES = {
     "Q4_0": _Type(2, 32, _q4_0),
     "Q8_0": _Type(8, 32, _q8_0),
@@ -91,9 +101,9 @@ TYPES = {
 
 
 def write_gguf(source: Path, path: Path, name: str) -> None:
-    """Writes the safetensors of `source` to the file `path`, all matrices in one of TYPES. Raises OSError, and KeyError
-    for a model of another kind."""
-    config, kind = json.loads((source / "config.json").read_text()), TYPES[name]
+    """Writes the safetensors of `source` to the file `path`, all matrices in one of TYPES or FLOATS. Raises OSError,
+    and KeyError for a model of another kind."""
+    config, kind = json.loads((source / "config.json").read_text()), (TYPES | FLOATS)[name]
     tensors = [
         (_gguf_name(key), _encoded(_paired(key, tensor.float().numpy(), config), kind))
         for weights in sorted(source.glob("*.safetensors"))
@@ -135,11 +145,29 @@ def _encoded(weights: np.ndarray, kind: _Type) -> tuple[int, tuple[int, ...], by
 
 def _values(config: Mapping[str, Any]) -> list[bytes]:
     architecture = "llama" if config["model_type"] == "mistral" else config["model_type"]
-    heads = {"head_count": config["num_attention_heads"], "head_count_kv": config["num_key_value_heads"]}
-    numbers = {f"{architecture}.attention.{key}": value for key, value in heads.items()}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    texts = {"general.architecture": architecture, "tokenizer.ggml.model": "none"}
+    integers = {
+        "vocab_size": config["vocab_size"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "rope.dimension_count": head_dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+    }
+    rope = config.get("rope_parameters") or config
+    floats = {
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": rope.get("rope_theta", 10_000.0),
+    }
     return [
-        _text("general.architecture") + struct.pack("<I", 8) + _text(architecture),
-        *(_text(key) + struct.pack("<II", 4, value) for key, value in numbers.items()),
+        *(_text(key) + struct.pack("<I", 8) + _text(value) for key, value in texts.items()),
+        *(_text(f"{architecture}.{key}") + struct.pack("<II", 4, value) for key, value in integers.items()),
+        *(_text(f"{architecture}.{key}") + struct.pack("<If", 6, value) for key, value in floats.items()),
     ]
 
 

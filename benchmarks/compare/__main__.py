@@ -1,6 +1,6 @@
 """Baton next to what users would run instead, on one machine in one run.
 
-    make peers                                  # vLLM for CPUs and OpenVINO, in environments of their own
+    make peers                                  # vLLM for CPUs, OpenVINO and llama.cpp, each in its own environment
     python -m benchmarks.compare [--quick] [--markdown FILE]
 
 Each side is a process with the same weights, types of numbers, prompts and number of tokens, on the same cores; all are
@@ -16,6 +16,7 @@ take no part in either.
     baton           the engine in its process, as `baton.LLM` runs it
     vllm            vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
     openvino        OpenVINO GenAI's continuous batching, of a model that `optimum-cli` has converted, KV not quantised
+    llamacpp        llama.cpp's decode over sequences of one buffer, of GGUF files; int8 is Q8_0
     invariant       Baton with `batch_invariant`
     transformers    `generate` with its default cache and `sdpa` attention
     generate_batch  transformers' own continuous batching over a paged cache
@@ -70,7 +71,9 @@ def main() -> int:
     sides = args.sides or (MAIN_NAMES if args.quick or ON_GPU else NAMES)
     names = [name for name in sides if python_of(name)]
     if missing := set(sides) - set(names):
-        print(f"not installed: {', '.join(missing)}; `make peers` installs vLLM and OpenVINO", file=sys.stderr)
+        print(
+            f"not installed: {', '.join(missing)}; `make peers` installs vLLM, OpenVINO and llama.cpp", file=sys.stderr
+        )
     sections = args.sections or (["offline"] if args.quick else _SECTIONS)
     models = {section: args.models or _SECTIONS[section][: 2 if args.quick else None] for section in sections}
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.quantization.int8 import Int8Linear
+from tools.gguf_writer import write_gguf
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _EMBEDDINGS = "model.embed_tokens.weight"
@@ -38,6 +39,9 @@ _COMPRESSED_TENSORS = {
     },
     "ignore": ["lm_head"],
 }
+
+
+_GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}
 
 
 class Precision(NamedTuple):
@@ -60,7 +64,7 @@ class Precision(NamedTuple):
 
     def suits(self, side: str) -> bool:
         """Whether a side can compute in it."""
-        if side == "openvino":
+        if side in ("openvino", "llamacpp"):
             return self.quantization != "int8-dynamic"
         return not side.startswith(("transformers", "generate_batch")) or self.quantization is None
 
@@ -79,13 +83,19 @@ PRECISIONS = {
 class Checkpoint(NamedTuple):
     """A side's checkpoint, and how it is loaded."""
 
-    directory: Path
+    directory: Path  # for llama.cpp, a file
     dtype: str
     quantization: str | None  # that the side does itself
 
 
 def checkpoint_of(side: str, directory: Path, precision: Precision, scratch: Path) -> Checkpoint:
     """A model's checkpoint for one of the sides; written to `scratch` if it is one of its own and is not there yet."""
+    if side == "llamacpp":
+        kind = _GGUF_TYPES[precision.name]
+        file = scratch / f"{directory.name}-{kind}.gguf"
+        if not file.exists():
+            write_gguf(directory, file, kind)
+        return Checkpoint(file, precision.dtype, None)
     if not side.startswith("vllm") or precision.quantization is None:
         return Checkpoint(directory, precision.dtype, precision.quantization)
     quantized = scratch / f"{directory.name}-int8"

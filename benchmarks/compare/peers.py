@@ -15,8 +15,8 @@ from benchmarks.harness.checkouts import ROOT
 from benchmarks.harness.processes import Child
 
 PEERS = ROOT / ".venv-peers"  # of `make peers`
-OPENVINO = ROOT / ".venv-peers-openvino"  # likewise
-NAMES = ("baton", "vllm", "openvino", "transformers", "generate_batch", "invariant")
+_OWN = {name: ROOT / f".venv-peers-{name}" for name in ("openvino", "llamacpp")}  # likewise
+NAMES = ("baton", "vllm", "openvino", "llamacpp", "transformers", "generate_batch", "invariant")
 MAIN_NAMES = ("baton", "vllm", "transformers")  # what --quick measures
 
 
@@ -29,8 +29,8 @@ class Python(NamedTuple):
 
 def python_of(name: str) -> Python | None:
     """Returns the interpreter of a side; None if it is not installed."""
-    if name == "openvino":
-        own = OPENVINO / "bin" / "python"
+    if name in _OWN:
+        own = _OWN[name] / "bin" / "python"
         return Python(str(own), {}) if own.exists() else None
     if not name.startswith("vllm"):
         return Python(sys.executable, {})

@@ -21,6 +21,7 @@ _MODULES = {
     "baton_ngram": "baton_side",
     "baton_pooling": "baton_side",
     "invariant": "baton_side",
+    "llamacpp": "llamacpp_side",
     "openvino": "openvino_side",
     "vllm": "vllm_side",
     "vllm_ngram": "vllm_side",
