@@ -11,7 +11,7 @@ from benchmarks.compare.serving import ServingRow
 from benchmarks.harness.report import Page, spread
 from benchmarks.harness.report import row as table_row
 
-PEERS = ("vllm", "openvino", "transformers", "generate_batch", "invariant")
+PEERS = ("vllm", "openvino", "llamacpp", "transformers", "generate_batch", "invariant")
 _WORDS = """\
 `python -m benchmarks.compare`; medians, ranges of the repeats in brackets. A ratio above 1: Baton is ahead.
 The limit is the shortest time in which the machine, as measured in the same run, could read or multiply what
@@ -24,6 +24,7 @@ _TITLES = {
     "baton": "Baton",
     "vllm": "vLLM",
     "openvino": "OpenVINO",
+    "llamacpp": "llama.cpp",
     "transformers": "transformers",
     "generate_batch": "generate_batch",
     "invariant": "batch-invariant",
@@ -34,6 +35,7 @@ _COLOURS = {
     "baton": "#2f6fde",
     "vllm": "#d9822b",
     "openvino": "#3f9f6f",
+    "llamacpp": "#b0507a",
     "transformers": "#7a8594",
     "generate_batch": "#b3bac2",
     "invariant": "#8fb3f0",
@@ -116,7 +118,7 @@ def _pairs(names: Collection[str]) -> list[tuple[str, str]]:
 def _tokens(row: Row) -> str:
     """Names the sides whose tokens are not Baton's."""
     different = [
-        _TITLES[name] + " (by design)" * (name in ("vllm", "openvino") and row.precision.startswith("int8"))
+        _TITLES[name] + " (by design)" * (name in ("vllm", "openvino", "llamacpp") and row.precision.startswith("int8"))
         for name, same in row.same_tokens.items()
         if not same
     ]

@@ -10,6 +10,7 @@ from torch import nn
 from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig
+from common.engine.devices.cpu.kernels import pairs
 from common.engine.devices.cpu.kernels.tiles import has_tiles
 from common.engine.devices.cpu.packed_linear import PackedLinear
 from common.engine.devices.cpu.streamed_linear import blocks_of
@@ -26,13 +27,15 @@ pytestmark = pytest.mark.skipif(
     blocks_of(LAYER.weight.detach(), PackedLinear(LAYER).packed) is None,
     reason="oneDNN packs weights differently on this processor",
 )
-NEEDS_TILES = pytest.mark.skipif(not has_tiles(), reason="the processor has no matrix instructions")
+NEEDS_BFLOAT16 = pytest.mark.skipif(
+    not (has_tiles() or pairs.MULTIPLIES_PAIRS), reason="the processor has no instructions for bfloat16"
+)
 WEIGHTS = [  # dtype and quantization
     ("float32", None),
-    pytest.param("bfloat16", None, marks=NEEDS_TILES),
+    pytest.param("bfloat16", None, marks=NEEDS_BFLOAT16),
     ("float32", "int8"),
     ("float32", "int8-dynamic"),
-    pytest.param("bfloat16", "int8", marks=NEEDS_TILES),
+    pytest.param("bfloat16", "int8", marks=NEEDS_BFLOAT16),
 ]
 
 
@@ -80,7 +83,7 @@ def test_whatever_the_schedule(dtype, quantization):
             assert run(client, prompts, arrivals) == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NEEDS_TILES)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NEEDS_BFLOAT16)])
 def test_whatever_adapters_are_beside_it(dtype, tmp_path):
     """Also beside requests without one, in chunks of more rows than kernels take otherwise."""
     paths = [tmp_path / str(seed) for seed in range(3)]

@@ -1,5 +1,5 @@
 """Paged attention on CPU, by compiled kernels that read the cache in place. Chunks of prompts go through torch where no
-kernel fits: in bfloat16 on processors without matrix instructions, and for blocks of odd sizes."""
+kernel fits: for blocks and heads of odd sizes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class CpuAttention(TorchAttention):
         self._chunk: list[Call | None] = [None] * num_layers
         self._decode_threads = 1
         self._parts: list[_Part] = []
-        self._tiled = self._dtype == torch.bfloat16
-        self._reads_chunks = (has_tiles() or not self._tiled) and can_attend_chunks(self._shape(1), tiled=self._tiled)
+        self._tiled = self._dtype == torch.bfloat16 and has_tiles()
+        self._reads_chunks = can_attend_chunks(self._shape(1), tiled=self._tiled)
 
     def begin_step(self, batch: AttentionMetadata) -> None:
         """See AttentionBackend."""
@@ -265,8 +265,8 @@ class BatchInvariantAttention(CpuAttention):
         if not self._reads_chunks:
             raise ConfigError.of(
                 "batch_invariant",
-                "the kernels need a --block-size that is a multiple of 16, heads whose size is one of 16 (in bfloat16 "
-                "of 32), and for bfloat16 a processor with AMX",
+                "the kernels need a --block-size that is a multiple of 16, and heads whose size is one of 16 (of 32 in "
+                "bfloat16 on a processor with AMX)",
             )
 
     def _decode_projections(

@@ -39,6 +39,7 @@ QUICK = [
 ALL = list(itertools.product([32, 64, 96, 128, 256], [16, 48, 128], [2], [1, 3, 8], SCORES))
 VARIANTS = [
     pytest.param(torch.float32, False, id="float32"),
+    pytest.param(torch.bfloat16, False, id="bfloat16 in vectors"),
     pytest.param(
         torch.bfloat16,
         True,
