@@ -65,7 +65,6 @@ class VllmPooling:
             convert="embed",
             max_model_len=4096,
             enable_prefix_caching=False,
-            skip_tokenizer_init=True,
             **({"gpu_memory_utilization": _SHARE_OF_GPU} if torch.cuda.is_available() else {}),
         )
 

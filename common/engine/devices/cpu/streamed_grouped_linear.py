@@ -24,16 +24,19 @@ from common.engine.devices.cpu.kernels.grouped_linear import (
     reorder_kernel,
 )
 from common.engine.devices.cpu.kernels.int8_linear import GRANULE, block_of
-from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.language import ElementType, element_type_of
+from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK, linear_kernel
+from common.engine.devices.cpu.kernels.linear import can_stream as can_multiply
 from common.engine.devices.cpu.kernels.paired_grouped_linear import (
     can_pair,
     dequantize_pairs_kernel,
     paired_grouped_linear_kernel,
 )
+from common.engine.devices.cpu.kernels.tiles import has_tiles
 from common.engine.quantization.grouped import GroupedLinear, to_int32
 
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
-_FEW_ROWS = 64  # that cost less over packed weights than over those that oneDNN multiplies
+_FEW_ROWS = 64  # that cost less over packed weights than over those that are widened first
 _WIDENED = 1 << 21  # weights that are widened at once for more rows
 _SIGNS = -0x77777778  # 0x88888888: the bits in which codes from -8 to 7 differ from those from 0 to 15
 _CODES = {torch.int32: Codes.INT4, torch.int8: Codes.INT8, torch.float8_e4m3fn: Codes.FLOAT8}
@@ -42,7 +45,7 @@ _CODES = {torch.int32: Codes.INT4, torch.int8: Codes.INT8, torch.float8_e4m3fn: 
 class StreamedGroupedLinear(nn.Module):
     """See PerToken, and for use in a model's own code a module. `linear` may be given up.
 
-    `batch_invariant`: a row's result does not depend on how many rows there are; else many rows are left to oneDNN."""
+    `batch_invariant`: a row's result does not depend on how many rows there are; else weights are widened for many."""
 
     def __init__(self, linear: GroupedLinear, *, batch_invariant: bool = False) -> None:
         super().__init__()
@@ -68,9 +71,11 @@ class StreamedGroupedLinear(nn.Module):
         use_huge_pages(kept["weight"].data_ptr(), kept["weight"].nbytes)
         if in_pairs:
             kernel = paired_grouped_linear_kernel(codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
-            widening = dequantize_pairs_kernel(codes, self._block, group, has_shift=has_shift)
+            packed = not has_tiles() and self._can_multiply(element)
+            widening = dequantize_pairs_kernel(codes, self._block, group, has_shift=has_shift, packed=packed)
         else:
             kernel = grouped_linear_kernel(element, codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
+            packed = element is ElementType.FLOAT32 and self._can_multiply(element)
             widening = dequantize_kernel(element, codes, self._block, group, has_shift=has_shift)
         self._multiply, self._dequantize = Call(kernel), Call(widening)
         for call in (self._multiply, self._dequantize):
@@ -81,6 +86,11 @@ class StreamedGroupedLinear(nn.Module):
         if bias is not None:
             self._multiply.keep("bias", bias)
         self._bias = None if bias is None else bias.to(dtype)
+        self._multiply_widened = Call(linear_kernel(element, self._block, has_bias=has_bias)) if packed else None
+        if self._multiply_widened is not None:
+            self._multiply_widened.set("in_features", self.in_features)
+            self._multiply_widened.set("out_features", self.out_features + self._padding)
+            self._float_bias = bias
         self._reorder = None if linear.order is None else _Reorder(linear.order, dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -111,9 +121,9 @@ class StreamedGroupedLinear(nn.Module):
         return out
 
     def _of_many(self, rows: torch.Tensor) -> torch.Tensor:
-        """Widens some of the weights, multiplies them as torch does, and so on."""
+        """Widens some of the weights, multiplies them, and so on."""
         if is_recording():
-            raise CannotRecordError(f"{len(rows)} rows of a linear layer are left to oneDNN")
+            raise CannotRecordError(f"weights are widened for {len(rows)} rows")
         out = torch.empty((len(rows), self.out_features + self._padding), dtype=rows.dtype)
         num_blocks = out.shape[1] // self._block
         at_once = max(1, _WIDENED // (self.in_features * self._block))
@@ -123,13 +133,33 @@ class StreamedGroupedLinear(nn.Module):
             widened = torch.empty((self.in_features, stop - start), dtype=rows.dtype)
             self._dequantize.point("out", widened)
             self._dequantize.set("first_block", first)
-            self._dequantize.set("stride", stop - start)
+            self._dequantize.set("stride", stop - start if self._multiply_widened is None else self._block)
+            block_stride = self._block if self._multiply_widened is None else self.in_features * self._block
+            self._dequantize.set("block_stride", block_stride)
             self._dequantize.run(last - first, self._threads(stop - start))
-            if self._bias is None:
+            if self._multiply_widened is not None:
+                self._multiply_packed(self._multiply_widened, rows, widened, out, start)
+            elif self._bias is None:
                 torch.mm(rows, widened, out=out[:, start:stop])
             else:
                 torch.addmm(self._bias[start:stop], rows, widened, out=out[:, start:stop])
         return out
+
+    def _multiply_packed(
+        self, call: Call, rows: torch.Tensor, widened: torch.Tensor, out: torch.Tensor, start: int
+    ) -> None:
+        """Computes the outputs from `start` on, as many as there are weights of."""
+        call.point("inputs", rows)
+        call.point("weight", widened)
+        call.point("out", out[:, start:])
+        call.set("num_rows", len(rows))
+        if self._float_bias is not None:
+            call.point("bias", self._float_bias[start:])
+        num_tasks = -(-len(rows) // ROWS_PER_TASK) * (widened.shape[1] // self._block)
+        call.run(num_tasks, self._threads(widened.shape[1]))
+
+    def _can_multiply(self, element: ElementType) -> bool:
+        return can_multiply(element, self.in_features, self.out_features + self._padding, self._block)
 
     def _threads(self, num_outputs: int) -> int:
         return threads_for(num_outputs * self.in_features // _PER_NUMBER)

@@ -133,8 +133,9 @@ def grouped_linear_kernel(
 
 @cache
 def dequantize_kernel(element: ElementType, codes: Codes, block: int, group: int, *, has_shift: bool) -> Kernel:
-    """out = numbers * scale + shift, [in_features, stride] of `element`; a task is one block of outputs, of which the
-    first is number `first_block`. Others are as in `grouped_linear_kernel`."""
+    """out = numbers * scale + shift; a task is one block of outputs, of which the first is number `first_block`. In out
+    there are `stride` numbers from one input to the next and `block_stride` from one block to the next. Others are as
+    in `grouped_linear_kernel`."""
     piece = piece_of(group)
     assert piece is not None
 
@@ -144,10 +145,10 @@ def dequantize_kernel(element: ElementType, codes: Codes, block: int, group: int
         with b.loop(0, a.in_features, group) as group_start, b.loop(0, group, piece) as part:
             weights.widen(group_start, part, piece, widened)
             with b.loop(0, piece) as k, b.loop(0, block, MAX_LANES) as place:
-                target = a.out.at((group_start + part + k) * a.stride + task * block + place)
+                target = a.out.at((group_start + part + k) * a.stride + task * a.block_stride + place)
                 target.store(widened.at(k * block + place).load(MAX_LANES))
 
-    return Kernel("dequantize", arguments_of(element, codes, "first_block", "stride"), body)
+    return Kernel("dequantize", arguments_of(element, codes, "first_block", "stride", "block_stride"), body)
 
 
 @cache

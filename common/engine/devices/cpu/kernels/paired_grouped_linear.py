@@ -33,6 +33,7 @@ from common.engine.devices.cpu.kernels.pairs import (
     halves_of,
     load_pair,
     load_pairs,
+    paired,
     paired_integers,
 )
 from common.engine.devices.cpu.kernels.processor import features, is_x86
@@ -101,8 +102,8 @@ def paired_grouped_linear_kernel(codes: Codes, block: int, group: int, *, has_sh
 
 
 @cache
-def dequantize_pairs_kernel(codes: Codes, block: int, group: int, *, has_shift: bool) -> Kernel:
-    """Makes a `dequantize_kernel` for such weights."""
+def dequantize_pairs_kernel(codes: Codes, block: int, group: int, *, has_shift: bool, packed: bool) -> Kernel:
+    """Makes a `dequantize_kernel` for such weights. `packed`: as `linear_kernel` reads them, without gaps."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
         weights = PairedWeights(b, a, task + a.first_block, codes, block, group, has_shift=has_shift)
@@ -111,12 +112,19 @@ def dequantize_pairs_kernel(codes: Codes, block: int, group: int, *, has_shift: 
                 scales, shifts = weights.scales(first, places)
                 for k, pairs in weights.of_group(first, places):
                     for number, place in enumerate(places):
-                        for i, half in enumerate(halves_of(b, pairs[number])):
-                            weight = half * scales[number]
-                            weight = b.fma(half, scales[number], shifts[number]) if shifts else weight
-                            a.out.at((k + i) * a.stride + task * block + place).store(weight)
+                        halves = [half * scales[number] for half in halves_of(b, pairs[number])]
+                        if shifts:
+                            own = halves_of(b, pairs[number])
+                            halves = [b.fma(half, scales[number], shifts[number]) for half in own]
+                        if packed:
+                            target = a.out.at((task * a.in_features + k) * block + 2 * place)
+                            target.of(ElementType.FLOAT32).store(paired(b, *halves))
+                            continue
+                        for i, weight in enumerate(halves):
+                            a.out.at((k + i) * a.stride + task * a.block_stride + place).store(weight)
 
-    return Kernel("dequantize_pairs", arguments_of(ElementType.BFLOAT16, codes, "first_block", "stride"), body)
+    names = ("first_block", "stride", "block_stride")
+    return Kernel("dequantize_pairs", arguments_of(ElementType.BFLOAT16, codes, *names), body)
 
 
 def _sum_of(b: Builder, inputs: Pointer, count: int) -> Value:
