@@ -155,7 +155,7 @@ def _paced_cluster(profile: EngineProfile, scratch: Path) -> Iterator[str]:
     """The same, of pods whose steps take the time of a profile."""
     pace = scratch / "pace.json"
     write_profile(profile, pace)
-    variables = {PACE_VARIABLE: str(pace), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    variables = {PACE_VARIABLE: str(pace), "OMP_NUM_THREADS": "1"}
     connector = ["--connector", "shared-storage", "--connector-path", str(scratch / "kv")]
     target = ["--target-itl-ms", str(1e3 * SLO.target_itl_s)]
     with ExitStack() as stack:

@@ -22,6 +22,7 @@ from llvmlite import binding
 QEMU, ASSEMBLER, LINKER = "qemu-aarch64-static", "aarch64-linux-gnu-as", "aarch64-linux-gnu-ld"
 _TRIPLE = "aarch64-unknown-linux-gnu"
 _BASE, _SIZE, _LINE = 1 << 32, 1 << 28, 64
+_DEADLINE_S = 300.0  # of a kernel, which takes milliseconds
 _SYSTEM = """
 .global system
 system:
@@ -127,7 +128,7 @@ def _run_block(address):
     memory[:8] = (_BASE + 8).to_bytes(8, "little")
     memory[8 : 8 * (1 + len(block))] = bytes((ctypes.c_int64 * len(block))(*block))
     command = [QEMU, str(_programs[block[threads.FUNCTION]])]
-    found = subprocess.run(command, input=bytes(memory), stdout=subprocess.PIPE, check=True).stdout
+    found = subprocess.run(command, input=bytes(memory), stdout=subprocess.PIPE, check=True, timeout=_DEADLINE_S).stdout
     assert len(found) == len(memory)
     for (start, end), place in places.items():
         ctypes.memmove(start, found[place : place + end - start], end - start)

@@ -66,7 +66,7 @@ _Rows = Iterator[str]
 @contextlib.contextmanager
 def _sides(directory: Path, dtype: str, kinds: Sequence[str]) -> Iterator[dict[str, Child]]:
     """Processes with an engine of each kind."""
-    variables = {"OMP_WAIT_POLICY": "PASSIVE"}  # as `baton serve` does
+    variables = {"OMP_WAIT_POLICY": "PASSIVE"}  # as engines do
     with contextlib.ExitStack() as stack:
         sides = {}
         for kind in kinds:

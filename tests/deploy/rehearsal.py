@@ -38,7 +38,6 @@ _ENVIRONMENT = {
     "PATH": os.environ["PATH"],
     "PYTHONPATH": str(ROOT),
     "UCX_LOG_LEVEL": "fatal",
-    "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 

@@ -37,6 +37,7 @@ from common.engine.devices.cpu.kernels.reduction import (
     SLOT_BYTES,
     memory_bytes,
 )
+from common.engine.devices.cpu.kernels.threads import syscall_address
 from common.engine.devices.ranks import Ranks
 from common.errors import EngineDeadError
 
@@ -94,7 +95,7 @@ class SharedRanks:
         library = ctypes.CDLL(None)
         self._state[reduction.SPINS] = reduction.MAX_SPINS
         self._state[reduction.TIMEOUT_MS] = int(1000 * self.timeout_s)
-        self._state[reduction.SYSCALL] = _address(library.syscall)
+        self._state[reduction.SYSCALL] = syscall_address()
         self._state[reduction.CLOCK] = _address(library.clock_gettime)
         self._state[reduction.NAP + 1] = _NAP_NS
         self._lost = ctypes.c_int64.from_address(self._state[LOST:].data_ptr())

@@ -85,12 +85,11 @@ class StreamedGroupedLinear(nn.Module):
         self._multiply.set("out_features", self.out_features + self._padding)
         if bias is not None:
             self._multiply.keep("bias", bias)
-        self._bias = None if bias is None else bias.to(dtype)
+        self._bias = bias
         self._multiply_widened = Call(linear_kernel(element, self._block, has_bias=has_bias)) if packed else None
         if self._multiply_widened is not None:
             self._multiply_widened.set("in_features", self.in_features)
             self._multiply_widened.set("out_features", self.out_features + self._padding)
-            self._float_bias = bias
         self._reorder = None if linear.order is None else _Reorder(linear.order, dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -133,16 +132,16 @@ class StreamedGroupedLinear(nn.Module):
             widened = torch.empty((self.in_features, stop - start), dtype=rows.dtype)
             self._dequantize.point("out", widened)
             self._dequantize.set("first_block", first)
-            self._dequantize.set("stride", stop - start if self._multiply_widened is None else self._block)
-            block_stride = self._block if self._multiply_widened is None else self.in_features * self._block
-            self._dequantize.set("block_stride", block_stride)
+            is_packed = self._multiply_widened is not None
+            self._dequantize.set("stride", self._block if is_packed else stop - start)
+            self._dequantize.set("block_stride", self.in_features * self._block if is_packed else self._block)
             self._dequantize.run(last - first, self._threads(stop - start))
             if self._multiply_widened is not None:
                 self._multiply_packed(self._multiply_widened, rows, widened, out, start)
             elif self._bias is None:
                 torch.mm(rows, widened, out=out[:, start:stop])
             else:
-                torch.addmm(self._bias[start:stop], rows, widened, out=out[:, start:stop])
+                torch.addmm(self._bias[start:stop].to(rows.dtype), rows, widened, out=out[:, start:stop])
         return out
 
     def _multiply_packed(
@@ -153,8 +152,8 @@ class StreamedGroupedLinear(nn.Module):
         call.point("weight", widened)
         call.point("out", out[:, start:])
         call.set("num_rows", len(rows))
-        if self._float_bias is not None:
-            call.point("bias", self._float_bias[start:])
+        if self._bias is not None:
+            call.point("bias", self._bias[start:])
         num_tasks = -(-len(rows) // ROWS_PER_TASK) * (widened.shape[1] // self._block)
         call.run(num_tasks, self._threads(widened.shape[1]))
 

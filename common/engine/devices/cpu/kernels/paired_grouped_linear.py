@@ -112,16 +112,17 @@ def dequantize_pairs_kernel(codes: Codes, block: int, group: int, *, has_shift: 
                 scales, shifts = weights.scales(first, places)
                 for k, pairs in weights.of_group(first, places):
                     for number, place in enumerate(places):
-                        halves = [half * scales[number] for half in halves_of(b, pairs[number])]
-                        if shifts:
-                            own = halves_of(b, pairs[number])
-                            halves = [b.fma(half, scales[number], shifts[number]) for half in own]
+                        scale = scales[number]
+                        halves = [
+                            b.fma(half, scale, shifts[number]) if shifts else half * scale
+                            for half in halves_of(b, pairs[number])
+                        ]
                         if packed:
                             target = a.out.at((task * a.in_features + k) * block + 2 * place)
                             target.of(ElementType.FLOAT32).store(paired(b, *halves))
-                            continue
-                        for i, weight in enumerate(halves):
-                            a.out.at((k + i) * a.stride + task * a.block_stride + place).store(weight)
+                        else:
+                            for i, weight in enumerate(halves):
+                                a.out.at((k + i) * a.stride + task * a.block_stride + place).store(weight)
 
     names = ("first_block", "stride", "block_stride")
     return Kernel("dequantize_pairs", arguments_of(ElementType.BFLOAT16, codes, *names), body)

@@ -1,9 +1,9 @@
 """Threads that help with the tasks of kernels.
 
 A call is published as one number, which also counts the threads that may still join it and those at work on it. The
-thread that calls takes what tasks are left, then lets nobody join any more, and waits for those that have. So a thread
-without a core, on a machine with other work, is not waited for. Between calls threads spin for some microseconds, then
-sleep.
+calling thread does tasks until none are left, then closes the call and waits for the threads that have joined. So a
+thread without a core, on a machine with other work, is not waited for. Between calls threads spin for some
+microseconds, then sleep.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _publish(b: Builder, pool: Pointer, block: Pointer, num_helpers: Value) -> N
 
 
 def _close(b: Builder, pool: Pointer) -> None:
-    """Lets nobody join any more, and waits for those that have."""
+    """Closes a call to further threads, and waits for those that have joined."""
     call = pool.at(_CALL)
     call.mask_shared(~((_PLACE - 1) * _PLACE))
     spins = b.variable(0)

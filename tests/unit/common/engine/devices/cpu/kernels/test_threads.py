@@ -1,4 +1,4 @@
-"""Calls are done as a whole, whoever helps with them."""
+"""A call returns when all of its tasks are done, whichever threads did them."""
 
 import ctypes
 import errno
