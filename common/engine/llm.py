@@ -39,7 +39,7 @@ from common.engine.config import (
 )
 from common.engine.executor.base import Executor
 from common.engine.messages import AddRequest, EngineSpec, IntegrityReport, RequestOutput, RequestStarted
-from common.engine.model.loader import model_directory
+from common.engine.model.checkpoint import model_directory
 from common.errors import BatonError, ConfigError, EngineDeadError, ErrorCode, InvalidRequestError
 from common.generation_config import AUTO, read_sampling_defaults
 from common.tokenization import OutputProcessor, Tokenizer

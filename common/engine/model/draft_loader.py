@@ -6,8 +6,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from common.engine.config import ModelConfig
+from common.engine.model.checkpoint import model_directory, vocabulary_size
 from common.engine.model.kv_groups import all_in_one
-from common.engine.model.loader import LoadedModel, load_model, model_directory, vocabulary_size
+from common.engine.model.loader import LoadedModel, load_model
 from common.engine.speculative import DraftModelOptions
 from common.errors import ConfigError, ModelLoadError
 

@@ -24,10 +24,7 @@ from common.engine.config import ModelConfig
 from common.engine.devices.attention import AttentionArgs, KVSpec
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
-from common.engine.model.fingerprint import fingerprint_model
-from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
-from common.engine.model.hidden_states import can_keep_inputs, layer_inputs
-from common.engine.model.loader import (
+from common.engine.model.checkpoint import (
     find_weights,
     model_directory,
     quiet_transformers,
@@ -36,6 +33,9 @@ from common.engine.model.loader import (
     resolve_dtype,
     unusable,
 )
+from common.engine.model.fingerprint import fingerprint_model
+from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
+from common.engine.model.hidden_states import can_keep_inputs, layer_inputs
 from common.engine.speculative import Eagle3Options
 from common.errors import ConfigError, ModelLoadError
 

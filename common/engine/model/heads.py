@@ -22,8 +22,9 @@ from common.engine.devices.attention import AttentionArgs, KVSpec
 from common.engine.devices.base import Device
 from common.engine.devices.ranks import OneRank
 from common.engine.model.hidden_states import HiddenStates
+from common.engine.model.kernel_choice import find_row_sampler
 from common.engine.model.kv_groups import all_in_one
-from common.engine.model.loader import LoadedModel, find_row_sampler
+from common.engine.model.loader import LoadedModel
 from common.engine.model.stages import Stage
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from common.engine.config import ModelConfig
 from common.engine.devices.registry import DEVICES
 from common.engine.model.attention_hook import ATTENTION_NAME
-from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
-from common.engine.model.hidden_states import final_states
-from common.engine.model.loader import (
+from common.engine.model.checkpoint import (
     find_weights,
     model_directory,
     quiet_transformers,
@@ -31,6 +29,8 @@ from common.engine.model.loader import (
     resolve_dtype,
     unusable,
 )
+from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
+from common.engine.model.hidden_states import final_states
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import Stage
 from common.engine.speculative import MtpOptions

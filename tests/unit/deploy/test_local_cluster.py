@@ -16,7 +16,7 @@ import pytest
 from cli.up import main
 from common.config import build, field_names, parse
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig
-from common.engine.model.loader import _HUB_FILES
+from common.engine.model.checkpoint import HUB_FILES
 from common.errors import ConfigError
 from common.pod.config import PodConfig
 from decode_service.config import DecodeConfig
@@ -507,7 +507,7 @@ def test_all_pods_get_the_adapters_which_are_fetched_once(tmp_path: Path) -> Non
 
 
 def test_the_hub_is_asked_for_the_files_that_processes_load() -> None:
-    assert set(_HUB_FILES) == set(MODEL_FILES)
+    assert set(HUB_FILES) == set(MODEL_FILES)
     assert all(any(fnmatch(name, pattern) for pattern in MODEL_FILES) for name in ROUTER_FILES)
 
 

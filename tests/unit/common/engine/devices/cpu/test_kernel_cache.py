@@ -22,7 +22,7 @@ def test_a_worker_bounds_them_before_it_loads(monkeypatch: pytest.MonkeyPatch) -
         seen.update({name: os.environ.get(name) for name in KERNEL_CACHE_VARIABLES})
         raise InterruptedError
 
-    monkeypatch.setattr("common.engine.model.loader._load_and_probe", load)
+    monkeypatch.setattr("common.engine.model.loader.prepare_model", load)
     with pytest.raises(InterruptedError):
         Worker(EngineConfig(model=ModelConfig(model=str(demo_model_path())))).load_model()
     assert all(0 < int(value or 0) < 1024 for value in seen.values()), seen
@@ -31,7 +31,7 @@ def test_a_worker_bounds_them_before_it_loads(monkeypatch: pytest.MonkeyPatch) -
 def test_what_the_operator_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KERNEL_CACHE_VARIABLES:
         monkeypatch.setenv(name, "7")
-    monkeypatch.setattr("common.engine.model.loader._load_and_probe", lambda *_: 1 / 0)
+    monkeypatch.setattr("common.engine.model.loader.prepare_model", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Worker(EngineConfig(model=ModelConfig(model=str(demo_model_path())))).load_model()
     assert [os.environ[name] for name in KERNEL_CACHE_VARIABLES] == ["7", "7"]

@@ -6,7 +6,7 @@ from common.engine.config import ModelConfig
 from common.engine.devices.cpu import device as cpu_device
 from common.engine.devices.cpu import packed_linear
 from common.engine.devices.cpu.packed_linear import PackedLinear, missing_rows, pack_linears
-from common.engine.model import loader
+from common.engine.model import kernel_choice
 from common.engine.model.loader import load_model
 from common.errors import ModelLoadError
 from tests.tiny_models import tiny_model_dir
@@ -56,6 +56,6 @@ def test_model_that_cannot_be_packed_is_loaded_as_it_is(monkeypatch):
     loaded = load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))
     assert loaded.model.model.layers[0].self_attn.q_proj.in_features == 48
 
-    monkeypatch.setattr(loader, "probe_model", lambda model, stage: (_ for _ in ()).throw(ModelLoadError("no")))
+    monkeypatch.setattr(kernel_choice, "probe_model", lambda model, stage: (_ for _ in ()).throw(ModelLoadError("no")))
     with pytest.raises(ModelLoadError):
         load_model(ModelConfig(model=str(tiny_model_dir("llama")), cpu_kernels="reference"))
