@@ -442,8 +442,13 @@ def _walk(described: mi.StructType, instance: object, exclude: frozenset[str]) -
             default = field.default
         if isinstance(field_type, mi.StructType):
             yield from _walk(field_type, default, exclude)
-        elif not isinstance(without_none(field_type), mi.StructType | mi.UnionType):
+        elif not _has_struct(without_none(field_type)):
             yield _Leaf(field.name, field_type, help_text, default, _topic(described.cls, field.name))
+
+
+def _has_struct(kind: mi.Type) -> bool:
+    options = kind.types if isinstance(kind, mi.UnionType) else (kind,)
+    return any(isinstance(option, mi.StructType) for option in options)
 
 
 def _topic(struct_type: type[msgspec.Struct], name: str) -> str:

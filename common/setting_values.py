@@ -49,22 +49,30 @@ def unwrap(kind: mi.Type) -> tuple[mi.Type, str]:
     return kind, help_text
 
 
+def _options(kind: mi.Type) -> list[mi.Type]:
+    """The members of a union; any other type is the only one."""
+    kind, _ = unwrap(kind)
+    return [unwrap(option)[0] for option in kind.types] if isinstance(kind, mi.UnionType) else [kind]
+
+
 def without_none(kind: mi.Type) -> mi.Type:
     """The one type beside None, or `kind` itself if there are several or none."""
-    kind, _ = unwrap(kind)
-    if isinstance(kind, mi.UnionType):
-        others = [unwrap(option)[0] for option in kind.types if not isinstance(option, mi.NoneType)]
-        if len(others) == 1:
-            return others[0]
-    return kind
+    others = [option for option in _options(kind) if not isinstance(option, mi.NoneType)]
+    return others[0] if len(others) == 1 else unwrap(kind)[0]
 
 
 def kind_in_words(kind: mi.Type, *, is_byte_size: bool = False) -> str:
     """Returns the type and bounds of a setting for a reader: "integer, 0 to 65535, or none"."""
-    kind, _ = unwrap(kind)
-    shape = without_none(kind)
-    words = _shape_in_words(shape, is_byte_size=is_byte_size)
-    return words if shape is kind else f"{words}, or none"
+    options = _options(kind)
+    words = ["none"] * any(isinstance(option, mi.NoneType) for option in options)
+    shapes = [option for option in options if not isinstance(option, mi.NoneType)]
+    if len(shapes) > 1:
+        words = [str(word) for option in shapes if isinstance(option, mi.LiteralType) for word in option.values] + words
+        shapes = [option for option in shapes if not isinstance(option, mi.LiteralType)]
+    text = _shape_in_words(shapes[0], is_byte_size=is_byte_size) if len(shapes) == 1 else "a plain value"
+    if len(words) < 2:
+        return ", or ".join([text, *words])
+    return f"{text}, {', '.join(words[:-1])} or {words[-1]}"
 
 
 def _shape_in_words(shape: mi.Type, *, is_byte_size: bool) -> str:
@@ -132,21 +140,25 @@ def convert(value: object, kind: mi.Type, setting: Setting) -> object:
 
 
 def _convert_union(value: object, kind: mi.UnionType, setting: Setting) -> object:
-    """None if allowed and meant, else the first member that takes the value; text is tried last."""
-    if any(isinstance(option, mi.NoneType) for option in kind.types) and (
+    """None or a word if allowed and meant, else the first member that takes the value; text is tried last."""
+    options = _options(kind)
+    if any(isinstance(option, mi.NoneType) for option in options) and (
         value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     ):
         return None
-    options = [option for option in kind.types if not isinstance(option, mi.NoneType)]
+    options = [option for option in options if not isinstance(option, mi.NoneType)]
+    if any(isinstance(option, mi.LiteralType) and value in option.values for option in options):
+        return value
     if len(options) == 1:
         return convert(value, options[0], setting)
+    options = [option for option in options if not isinstance(option, mi.LiteralType)]
     order = (mi.IntType, mi.FloatType, mi.BoolType, mi.StrType)
     for option in sorted(options, key=lambda option: order.index(type(option))):
         try:
             return convert(value, option, setting)
         except ConfigError:
             continue
-    raise setting.refuse(f"expected a plain value, got {show(value)}")
+    raise setting.refuse(f"expected {kind_in_words(kind)}, got {show(value)}")
 
 
 def _to_bool(value: object, setting: Setting) -> bool:

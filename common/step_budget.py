@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import overload
 
 import numpy as np
@@ -22,6 +23,10 @@ from common.step_times import Line
 Column = NDArray[np.float64]
 
 KNEE_LOSS = 0.02  # of the throughput of an endless step
+# The ITL target of an engine that is given none. Readers hardly notice gaps below the shortest, and above the longest a
+# text comes more slowly than it is read.
+MIN_AUTO_TARGET_S, _MAX_AUTO_TARGET_S = 0.05, 0.2
+_EFFICIENT = 0.9  # of the highest throughput of prompts, that such a target leaves them
 # Prompt tokens of a step beside streams, whatever their target: enough that prompts make progress where even the
 # smallest step exceeds the target, few enough that such a step is hardly longer than one without them.
 MIN_PREFILL_TOKENS = 64
@@ -61,6 +66,25 @@ def measured_knee(steps: Sequence[tuple[int, float]]) -> float | None:
     best = max(tokens / seconds for tokens, seconds in steps)
     knee = next(tokens for tokens, seconds in steps if tokens / seconds >= (1 - KNEE_LOSS) * best)
     return max(knee, _LEAST_MEASURED_KNEE)
+
+
+def auto_target_s(steps: Sequence[tuple[int, float]]) -> float:
+    """Returns an ITL target, in seconds, with which prompts beside streams are computed at nearly their highest rate.
+
+    `steps`: tokens, ascending, and seconds of some that were measured. A machine that reads its weights slowly, or has
+    many of them, needs long steps for that; if it needs a second, streams are worth more.
+    """
+    best = max((tokens / seconds for tokens, seconds in steps), default=0.0)
+    rate = _EFFICIENT * best
+    target_s = 0.0
+    for (tokens, seconds), (more, longer_s) in pairwise([(0, 0.0), *steps]):
+        if more < rate * longer_s:
+            continue
+        # Between the two, where as many tokens as the rate asks for are computed in their time.
+        surplus, lack = more - rate * longer_s, rate * seconds - tokens
+        target_s = longer_s - (longer_s - seconds) * surplus / (surplus + lack) if lack > 0 else longer_s
+        break
+    return min(max(target_s, MIN_AUTO_TARGET_S), _MAX_AUTO_TARGET_S)
 
 
 class PromptRoom:

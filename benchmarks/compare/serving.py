@@ -41,6 +41,7 @@ class Load(NamedTuple):
 LOADS = (
     Load("colocated, 1 stream 512/64", "0:1", 1, 6, 512, 64),
     Load("colocated, 8 streams 512/64", "0:1", 8, 24, 512, 64),
+    Load("the same, `target_itl_ms` 50", "0:1", 8, 24, 512, 64, options=("--target-itl-ms", "50")),
     Load("the same, `target_itl_ms` none", "0:1", 8, 24, 512, 64, options=("--target-itl-ms", "none")),
     Load("1P1D, 8 streams 128/128 beside 2,048 tokens every 2 s", "1:1", 8, 32, 128, 128, 2048, 0.5),
 )

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from common.engine.speculative import SpeculativeMethod, parse_speculative
 from common.errors import ConfigError
+from common.step_budget import MIN_AUTO_TARGET_S
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
@@ -123,20 +124,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of equal prompt prefixes.")] = True
 
 
-DEFAULT_TARGET_ITL_MS = 50.0
-
-
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scheduler: what fits in a step."""
 
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="Token budget of a step.")] = 2048
     target_itl_ms: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        Literal["auto"] | Annotated[float, Meta(gt=0)] | None,
         Meta(
             description="Target for the milliseconds between tokens of running streams: a step beside them takes only "
-            "as many prompt tokens as keep it that short. none: up to max_num_batched_tokens."
+            "as many prompt tokens as keep it that short. auto: 50 if there is a connector; else what a step takes in "
+            "which prompts are computed at 90 % of their highest rate, as measured at start, but 50 to 200. none: up "
+            "to max_num_batched_tokens."
         ),
-    ] = DEFAULT_TARGET_ITL_MS
+    ] = "auto"
     max_num_seqs: Annotated[int, Meta(ge=1, description="Most requests running at once.")] = 256
     max_num_waiting: Annotated[int, Meta(ge=1, description="Most requests queued; more are refused.")] = 4096
     policy: Annotated[SchedulingPolicy, Meta(description="Order of waiting requests.")] = "fcfs"
@@ -367,7 +367,8 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[float, Meta(gt=0)] | None,
         Meta(
             description="Milliseconds that a step waits for grammars at most, and CPU time for it of all requests "
-            "together; a request whose grammar is late waits for another step. Default: a tenth of target_itl_ms."
+            "together; a request whose grammar is late waits for another step. Default: a tenth of target_itl_ms, or 5 "
+            "if that is no number."
         ),
     ] = None
     grammar_memory: Annotated[
@@ -447,8 +448,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def step_share_s(self) -> float:
         """Seconds of a step that what runs beside the model may take: a tenth of the target for the time between
-        tokens."""
-        return (self.scheduler.target_itl_ms or DEFAULT_TARGET_ITL_MS) / 10_000
+        tokens, or of the shortest that is chosen for it."""
+        target_ms = self.scheduler.target_itl_ms
+        return (MIN_AUTO_TARGET_S if target_ms is None or target_ms == "auto" else target_ms / 1000) / 10
 
     @property
     def grammar_step_s(self) -> float:

@@ -136,8 +136,9 @@ class EngineCore:
             )
             self._open_connector(kv)
             measured_steps = executor.measure_steps()
+            scheduler_config = _fit_step_timeout(config, measured_steps)
             self._scheduler = Scheduler(
-                _fit_step_timeout(config, measured_steps),
+                scheduler_config,
                 kv,
                 max_model_len=self.spec.max_model_len,
                 vocab_size=self.spec.vocab_size,
@@ -149,6 +150,11 @@ class EngineCore:
                 most_asked=_most_asked(config),
                 adapters=places,
                 pooling=facts.pooling,
+            )
+            self.spec = msgspec.structs.replace(
+                self.spec,
+                max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+                target_itl_s=self._scheduler.target_itl_s,
             )
             self._masks = GrammarMasks(facts.vocab_size, facts.eos_token_ids, config.grammar_step_s)
         except BaseException:

@@ -7,6 +7,7 @@ outputs and further ones with outputs of transfers, which do not wait for a step
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
@@ -355,6 +356,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    target_itl_s: float = math.inf  # see Scheduler.target_itl_s
     device: str
     dtype: str
     bytes_per_block: int  # on each rank; of the stage that has most layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class PodServicer(pods_pb2_grpc.PodServicer):
             max_num_batched_tokens=spec.max_num_batched_tokens,
             connector=pod.config.connector or "",
             version=__version__,
-            target_itl_ms=pod.config.scheduler.target_itl_ms or 0.0,
+            target_itl_ms=0.0 if math.isinf(spec.target_itl_s) else 1000 * spec.target_itl_s,
             min_prefill_tokens=MIN_PREFILL_TOKENS,
             eos_token_ids=spec.eos_token_ids,
             kv_dtype=spec.layout.kv_dtype,

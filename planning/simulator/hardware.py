@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-DEFAULT_TARGET_ITL_S = 0.05  # the pods' own default
+DEFAULT_TARGET_ITL_S = 0.05  # that of pods with a connector
 
 
 class Step(NamedTuple):

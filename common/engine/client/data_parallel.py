@@ -233,6 +233,7 @@ def join_specs(by_engine: Sequence[EngineSpec]) -> EngineSpec:
         first,
         num_blocks=max(spec.num_blocks for spec in by_engine),
         max_model_len=min(spec.max_model_len for spec in by_engine),
+        target_itl_s=max(spec.target_itl_s for spec in by_engine),
         max_write_s=max(spec.max_write_s for spec in by_engine),
         kernels_failed=any(spec.kernels_failed for spec in by_engine),
         connector_addresses=tuple(spec.connector_addresses[0] for spec in by_engine),

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from common.engine.config import SchedulerConfig
 from common.engine.contract.integrity import KnownRequests
@@ -52,7 +53,15 @@ from common.engine.scheduler.lifecycle import Lifecycle
 from common.engine.scheduler.request import Request, RequestStatus
 from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
-from common.step_budget import MIN_PREFILL_TOKENS, PromptRoom, knee_tokens, measured_knee, prefill_work
+from common.step_budget import (
+    MIN_AUTO_TARGET_S,
+    MIN_PREFILL_TOKENS,
+    PromptRoom,
+    auto_target_s,
+    knee_tokens,
+    measured_knee,
+    prefill_work,
+)
 from common.step_times import StepTimes
 from common.types import PoolingFacts, RequestId
 
@@ -109,7 +118,7 @@ class Scheduler:
         self._min_prefill_tokens = min_prefill_tokens
         self._max_concurrent_batches = max_concurrent_batches
         self._max_prompt_rows = max(1, min(MAX_PROMPT_LOGITS // vocab_size, MAX_PROMPT_ROWS))
-        self._target_s = math.inf if config.target_itl_ms is None else config.target_itl_ms / 1000
+        self.target_itl_s = _target_s(config.target_itl_ms, measured_steps, has_connector=transfers is not None)
 
         self._adapters = AdapterPlaces(most=1) if adapters is None else adapters
         self._lifecycle = Lifecycle(kv, self._transfers, self._grammars, self._adapters)
@@ -392,7 +401,7 @@ class Scheduler:
 
     def _room_for_prompts(self, plan: StepPlan) -> PromptRoom:
         times = self._step_times
-        if self._target_s == math.inf:
+        if self.target_itl_s == math.inf:
             return PromptRoom.unlimited()
         stream_target_s = plan.stream_target_s
         if stream_target_s is None:
@@ -402,7 +411,7 @@ class Scheduler:
         return PromptRoom.beside_streams(
             times.line,
             step_s=times.predict(len(plan.scheduled), plan.num_context_tokens),
-            target_s=min(self._target_s, stream_target_s),
+            target_s=min(self.target_itl_s, stream_target_s),
             least=self._min_prefill_tokens,
         )
 
@@ -664,6 +673,16 @@ class Scheduler:
             num_blocks_in_use=self._kv.num_blocks - self._kv.num_free_blocks,
             num_transfers=0,
         )
+
+
+def _target_s(
+    setting: Literal["auto"] | float | None, steps: Sequence[tuple[int, float]], *, has_connector: bool
+) -> float:
+    if setting is None:
+        return math.inf
+    if setting != "auto":
+        return setting / 1000
+    return MIN_AUTO_TARGET_S if has_connector else auto_target_s(steps)  # others compute long prompts then
 
 
 def _num_tokens(request: Request) -> int:

@@ -43,6 +43,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     weights: list[int] = []
     options: dict[str, str | int | float | bool] = {}
     timeout_s: Annotated[float, Meta(gt=0, description="Patience.")] = 2.0
+    target_ms: Literal["auto"] | Annotated[float, Meta(gt=0)] | None = "auto"
     max_bytes: Annotated[int, Meta(description="Room.")] = 3 * 2**20
     internal: Cache | None = None  # no setting
 
@@ -112,6 +113,12 @@ def test_none_unsets_an_optional() -> None:
     assert pod(section={"kv_cache_memory": None}).cache.kv_cache_memory is None
 
 
+@pytest.mark.parametrize("value", ["auto", 2.5, None])
+def test_a_number_may_be_a_word(value: str | float | None) -> None:
+    assert pod("--target-ms", str(value)).target_ms == value
+    assert pod(section={"target_ms": value}).target_ms == value
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -122,6 +129,8 @@ def test_none_unsets_an_optional() -> None:
         (["--kv-cache-memory", "0"], "--kv-cache-memory: must be >= 1, got 0"),
         (["--timeout-s", "nan"], "--timeout-s: must be > 0, got nan"),
         (["--timeout-s", "inf"], "--timeout-s: must be finite, got 'inf'"),
+        (["--target-ms", "fast"], "--target-ms: expected number, above 0, auto or none, got 'fast'"),
+        (["--target-ms", "-1"], "--target-ms: expected number, above 0, auto or none, got '-1'"),
         (["--policy", "lifo"], "--policy: must be one of fcfs, priority, got 'lifo'"),
         (["--weights", "1,x"], "--weights: expected an integer, got 'x'"),
         (["--options", "path"], "--options: expected KEY=VALUE or a JSON object, got 'path'"),
@@ -225,6 +234,7 @@ def test_settings_are_described_with_types_bounds_and_defaults() -> None:
         "weights": ("list", ""),
         "options": ("mapping", ""),
         "timeout_s": ("number, above 0", "2"),
+        "target_ms": ("number, above 0, auto or none", "auto"),
         "max_bytes": ("size in bytes", "3MiB"),
     }
     assert described_settings(Strict)[0].default == "required"

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.step_budget import KNEE_LOSS, PromptRoom, knee_tokens, measured_knee, prefill_work, tokens_within
+from common.step_budget import (
+    KNEE_LOSS,
+    PromptRoom,
+    auto_target_s,
+    knee_tokens,
+    measured_knee,
+    prefill_work,
+    tokens_within,
+)
 from common.step_times import Line
 
 LINE = Line(base_s=0.010, token_s=0.0001, context_s=0.0)  # its knee: 4,900 tokens
@@ -42,6 +50,29 @@ def test_a_measured_knee_is_the_shortest_step_that_is_all_but_the_best() -> None
     assert measured_knee(steps[:5]) == 512, "what longer steps would gain is not known"
     assert measured_knee(steps[:2]) == 512, "smaller chunks would read the context too often"
     assert measured_knee([]) is None
+
+
+@pytest.mark.parametrize(
+    ("base_s", "token_s", "target_s"),
+    [
+        (0.0005, 0.00002, 0.05),  # a step of 50 ms is long, as machines go
+        (0.010, 0.0002, 0.0823),
+        (0.200, 0.0050, 0.2),  # a step of 2 s would be needed, in which no stream moves
+    ],
+)
+def test_the_target_of_an_engine_leaves_prompts_most_of_their_rate(
+    base_s: float, token_s: float, target_s: float
+) -> None:
+    steps = [(tokens, base_s + token_s * tokens) for tokens in (1, 64, 128, 256, 512, 1024, 2048)]
+    assert auto_target_s(steps) == pytest.approx(target_s, rel=0.01)
+    if 0.05 < target_s < 0.2:
+        num_tokens = (target_s - base_s) / token_s
+        assert num_tokens / target_s == pytest.approx(0.9 * 2048 / steps[-1][1], rel=0.01)
+
+
+def test_the_target_of_an_engine_that_has_measured_nothing() -> None:
+    assert auto_target_s([]) == 0.05
+    assert auto_target_s([(1, 0.08)]) == 0.08
 
 
 @given(st.floats(0.0, 0.1), st.floats(0.001, 0.2), st.integers(1, 512), tokens, contexts)

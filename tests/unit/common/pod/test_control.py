@@ -37,6 +37,7 @@ async def test_facts_of_the_pod(pod: RunningPod) -> None:
     assert (facts.pod_id, facts.role, facts.model_name) == ("decode-7", pods_pb2.POD_ROLE_DECODE, "demo")
     assert (facts.block_size, facts.connector, facts.version) == (16, "shared-storage", __version__)
     assert facts.fingerprint == pod.context.spec.fingerprint
+    assert facts.target_itl_ms == 50.0
     async with prefill_pod({}) as other:
         theirs = await PodStub(other.channel).GetInfo(pods_pb2.GetInfoRequest(), timeout=DEADLINE_S)
     assert theirs.role == pods_pb2.POD_ROLE_PREFILL

@@ -5,10 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.config import SchedulerConfig
+from common.engine.executor.fake import ONE_GROUP
+from common.engine.kv_cache import KVGroups, create_kv_cache_manager
 from common.engine.messages import AddRequest
-from common.step_budget import prefill_work
+from common.engine.scheduler.scheduler import Scheduler
+from common.step_budget import auto_target_s, prefill_work
 from common.step_times import PRIOR, Line
-from tests.unit.common.engine.scheduler_factories import FakeEngine, create_request, create_scheduler, expected_output
+from tests.unit.common.engine.scheduler_factories import (
+    VOCAB_SIZE,
+    FakeEngine,
+    create_request,
+    create_scheduler,
+    expected_output,
+)
 
 MACHINE = Line(base_s=0.005, token_s=0.0005, context_s=1e-7)  # its knee: 490 tokens
 LONG = 2000
@@ -117,6 +127,21 @@ def test_the_tightest_target_of_the_streams_counts() -> None:
     engine.abort("strict")
     engine.add(create_request("next", LONG))
     assert max(seconds for _, seconds in steps_of(engine, "next")) >= 0.050 * 0.9
+
+
+def test_without_a_target_prompts_keep_nearly_their_rate_where_no_other_pod_computes_them() -> None:
+    measured = [(tokens, 2 * MACHINE.at(tokens, 0)) for tokens in (1, 64, 128, 256, 512, 1024)]
+    disaggregated = create_scheduler(target_itl_ms="auto", measured_steps=measured)
+    colocated = Scheduler(
+        SchedulerConfig(),
+        create_kv_cache_manager(100, KVGroups(ONE_GROUP, 4), enable_prefix_caching=True),
+        max_model_len=64,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset(),
+        measured_steps=measured,
+    )
+    assert disaggregated.target_itl_s == 0.050
+    assert colocated.target_itl_s == auto_target_s(measured) > 0.060
 
 
 def test_a_request_cannot_loosen_the_target_of_the_pod() -> None:
