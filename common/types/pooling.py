@@ -55,6 +55,13 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True):
             limit = f"an integer from 1 to {self.embedding_size}, the size of the model's embeddings"
             raise InvalidRequestError(f"dimensions must be {limit}, got {pooling.dimensions}", param="dimensions")
 
+    @property
+    def own_work(self) -> PoolingParams | None:
+        """Something that the model can do, such as for a measurement. None: it generates."""
+        if GENERATE in self.tasks:
+            return None
+        return PoolingParams(task=next(task for task in POOLING_TASKS if task in self.tasks))
+
     def method_of(self, pooling: PoolingParams) -> PoolingMethod:
         """The tokens of which it is computed."""
         if pooling.task in PER_TOKEN:

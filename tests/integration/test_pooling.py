@@ -17,10 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton import AsyncClient
+from common.engine.client.inproc import InprocClient
+from common.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from common.engine.messages import AddRequest
 from common.errors import InvalidRequestError
+from common.types import NO_SAMPLING, PoolingParams, RequestId
+from common.types.pooling import PoolingTask
 from tests.integration.cluster import DEADLINE_S, Cluster, running_cluster, with_tokenizer
 from tests.lora import merged_dir, write_adapter
-from tests.pooling_models import class_logits, classifier_dir, embedding, embedding_model_dir
+from tests.pooling_models import class_logits, classifier_dir, embedding, embedding_model_dir, without_head
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 TEXTS = ["The capital of France", "a", "Paris, of course, as everybody knows who has ever been to it. " * 3]
@@ -163,6 +168,35 @@ async def test_cross_encoders_score_pairs(num_labels: int, tmp_path: Path) -> No
         order = expected.argsort(descending=True)[:2].tolist()
         assert [entry["index"] for entry in ranked["results"]] == order
         assert ranked["results"][0]["document"] == {"text": TEXTS[order[0]]}
+
+
+@pytest.mark.cell(feature="models that only pool", degrees="{num_ranks}x{num_stages}")
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.matrix)])
+def test_models_without_a_head_for_text_are_cut_among_ranks_and_stages(
+    num_ranks: int, num_stages: int, tmp_path: Path
+) -> None:
+    base, classifier, prompt = tiny_model_dir("qwen3"), classifier_dir(), prompt_of(33)
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages)
+    tasks: dict[Path, tuple[PoolingTask, torch.Tensor]] = {
+        without_head(base, tmp_path): ("embed", embedding(base, prompt)),
+        classifier: ("classify", class_logits(classifier, prompt).softmax(dim=0)),
+    }
+    for directory, (task, expected) in tasks.items():
+        request = AddRequest(
+            request_id=RequestId("a"), prompt_token_ids=prompt, sampling=NO_SAMPLING, pooling=PoolingParams(task=task)
+        )
+        config = EngineConfig(
+            model=ModelConfig(model=str(directory), num_threads=1, device="cpu", dtype="float32"),
+            cache=CacheConfig(block_size=4, num_blocks=64),
+            parallel=parallel,
+        )
+        with InprocClient(config) as client:
+            client.add_request(request)
+            outputs = []
+            while client.has_unfinished:
+                outputs += client.step().outputs
+            assert client.check_integrity().violations == []
+        assert_close(np.frombuffer(outputs[-1].pooled, dtype=np.float32).copy(), expected)
 
 
 async def test_the_client_for_grpc(tmp_path: Path) -> None:

@@ -194,9 +194,11 @@ def check_ranks(config: ModelConfig, parallel: ParallelConfig, data_parallel_ran
     with quiet_transformers(), unusable(directory):
         model_config = read_model_config(directory)
         dtype = resolve_dtype(config, model_config, device)
+        has_text_head = read_checkpoint(directory, raw_config, model_config).has_text_head
         for stage in range(num_stages):
             rank = Place(0, parallel.tensor_parallel_size)
-            outline_of(model_config, dtype, rank, experts, Place(stage, num_stages))
+            place = Place(stage, num_stages)
+            outline_of(model_config, dtype, rank, experts, place, has_text_head=has_text_head)
 
 
 def identify_model(config: ModelConfig, device_number: int = 0) -> bytes:

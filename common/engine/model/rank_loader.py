@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 from common.engine.devices.ranks import Ranks
 from common.engine.model.attention_hook import ATTENTION_NAME, set_own_heads
 from common.engine.model.expert_parallel import ExpertRanks, WholeExperts
+from common.engine.model.head_inputs import replace_head
 from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding, CutLayer, OwnHeads
 from common.engine.model.parallel_plan import (
     WHOLE_EXPERTS,
@@ -61,10 +62,13 @@ def load_rank(
     experts: ExpertRanks | None,
     links: StageLinks,
     weight_format: CheckpointFormat | None = None,
+    *,
+    has_text_head: bool = True,
 ) -> tuple[Any, Stage]:
     """The rank's part of the model, on the host. `experts`: among which experts are cut whole. `weight_format`: of
     weights that are quantised; linear layers are so in the model, and what else has such weights gets them in `dtype`.
-    Raises ConfigError if the model cannot be cut, before weights are read, and ModelLoadError if they are not there."""
+    `has_text_head`: else the model ends with its hidden states. Raises ConfigError if the model cannot be cut, before
+    weights are read, and ModelLoadError if they are not there."""
     model, stage, plan, conversions = outline_of(
         model_config,
         dtype,
@@ -72,13 +76,13 @@ def load_rank(
         None if experts is None else Place(experts.ranks.rank, experts.ranks.size),
         Place(links.stage, links.num_stages),
         is_quantized=weight_format is not None,
+        has_text_head=has_text_head,
     )
     num_outputs = {layer: getattr(model.get_submodule(layer), "out_features", 0) for layer in plan.layers}
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    prefix = model.base_model_prefix  # of the language model, in a checkpoint that has others beside it
-    prefix = "" if hasattr(model, prefix) else f"{prefix}."
-    with _WeightFiles(weight_files, conversions, prefix, weight_format) as files:
+    naming = _Naming(f"{model.base_model_prefix}.", hasattr(model, model.base_model_prefix), has_text_head)
+    with _WeightFiles(weight_files, conversions, naming, weight_format) as files:
         _fill(model, files, plan)
     (ranks if experts is None else experts.ranks).wait_for_all()
     for layer, part in plan.layers.items():
@@ -125,14 +129,17 @@ def outline_of(
     stage: Place = _ONLY,
     *,
     is_quantized: bool = False,
+    has_text_head: bool = True,
 ) -> Outline:
     """The part of a rank: `rank` of its stage, and of those among which experts are cut whole, if they are.
-    `is_quantized`: the weights will be read here even if they are not cut. Raises ConfigError if the model cannot be
-    cut so."""
+    `is_quantized`: the weights will be read here even if they are not cut. `has_text_head`: see load_rank. Raises
+    ConfigError if the model cannot be cut so."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
+    if not has_text_head:
+        replace_head(model, nn.Identity())
     is_planned = rank.size > 1 or experts is not None
     own = cut_stage(model, stage.rank, stage.size) if stage.size > 1 else whole_model(model)
     plan = plan_of(model, rank.rank, rank.size, experts) if is_planned else RankPlan({}, {}, [])
@@ -198,6 +205,22 @@ def _compute_buffers(model: Any) -> None:
             raise refused(f"{type(model).__name__} does not say how to compute {name}")
 
 
+class _Naming(NamedTuple):
+    """How the model's names differ from those in files, beside what conversions say."""
+
+    prefix: str  # of what the class without a head has
+    has_prefix: bool  # the model's names; else they are those of a language model beside others
+    has_text_head: bool
+
+    def own_names(self, stored: Sequence[str]) -> list[str]:
+        """Returns the model's names of the weights in files."""
+        if not self.has_prefix:
+            return [name.removeprefix(self.prefix) for name in stored]
+        if self.has_text_head or any(name.startswith(self.prefix) for name in stored):
+            return list(stored)
+        return [f"{self.prefix}{name}" for name in stored]  # saved by the class without a head
+
+
 class _Stored(NamedTuple):
     """Names of a weight in files, by pattern of what converts it: of each expert's, of its parts, or one."""
 
@@ -213,15 +236,14 @@ class _WeightFiles:
         self,
         paths: Sequence[Path],
         conversions: Sequence[WeightRenaming | WeightConverter],
-        prefix: str,
+        naming: _Naming,
         weight_format: CheckpointFormat | None,
     ) -> None:
-        """`prefix`: of the model's names in the files, if they have it."""
         self._format = weight_format
         self._packed: dict[str, dict[str, str]] = {}  # names of the tensors of a quantised weight, by their suffixes
         self._paths = paths
         self._conversions = conversions
-        self._prefix = prefix
+        self._naming = naming
         self._stack = contextlib.ExitStack()
         self._file_of: dict[str, Any] = {}
         self._stored: dict[str, _Stored] = {}
@@ -231,8 +253,9 @@ class _WeightFiles:
             opened = GGUFFile(path) if path.suffix == GGUF_SUFFIX else safe_open(path, framework="pt")
             file = self._stack.enter_context(opened)
             self._file_of.update(dict.fromkeys(file.keys(), file))
-        for name in sorted(self._weight_names(), key=dot_natural_key):  # experts by their numbers
-            own_name, own_pattern, patterns, is_joined = name.removeprefix(self._prefix), "", [""], False
+        names = sorted(self._weight_names(), key=dot_natural_key)  # experts by their numbers
+        for name, own_name in zip(names, self._naming.own_names(names), strict=True):
+            own_pattern, patterns, is_joined = "", [""], False
             for conversion in self._conversions:
                 own_name, pattern = conversion.rename_source_key(own_name)
                 if pattern is not None and isinstance(conversion, WeightConverter):

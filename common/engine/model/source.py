@@ -93,11 +93,8 @@ def _loaded(source: ModelSource) -> tuple[Any, Stage]:
         dtype = resolve_dtype(source.config, model_config, source.device)
         if source.is_cut and is_adapted(model_config):
             raise refused(f"the attention of {model_config.model_type} is not cut among ranks or stages")
-        if not has_text_head and (source.is_cut or source.weight_format is not None):
-            problem = "are supported for one rank only" if source.is_cut else "are not read from quantised checkpoints"
-            raise ModelLoadError(f"models that only pool {problem}", param="model")
         if source.is_cut or source.weight_format is not None:
-            model, stage = _load_parts(source, model_config, dtype)
+            model, stage = _load_parts(source, model_config, dtype, has_text_head=has_text_head)
         else:
             model = _from_pretrained(directory, model_config, dtype, has_text_head=has_text_head)
             stage = whole_model(model)
@@ -105,14 +102,16 @@ def _loaded(source: ModelSource) -> tuple[Any, Stage]:
     return model.to(source.device.torch_device).eval().requires_grad_(False), stage
 
 
-def _load_parts(source: ModelSource, model_config: Any, dtype: torch.dtype) -> tuple[Any, Stage]:
+def _load_parts(
+    source: ModelSource, model_config: Any, dtype: torch.dtype, *, has_text_head: bool
+) -> tuple[Any, Stage]:
     """Loads a rank's part, or a model whose weights are quantised."""
     weight_format = source.weight_format
     if weight_format is not None and is_adapted(model_config):
         raise ConfigError.of("model", f"quantised weights of {model_config.model_type} are not supported")
     parts = (model_config, dtype, source.ranks, source.experts, source.links, weight_format)
     try:
-        return load_rank(source.directory, source.weight_files, *parts)
+        return load_rank(source.directory, source.weight_files, *parts, has_text_head=has_text_head)
     except ConfigError as error:
         if source.is_cut or isinstance(error, ModelLoadError):
             raise

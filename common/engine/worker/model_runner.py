@@ -44,8 +44,7 @@ from common.engine.worker.sampling_step import SamplingStep
 from common.engine.worker.state_blocks import StateBlocks
 from common.engine.worker.state_cache import StateCache
 from common.engine.worker.token_mask import TokenMask
-from common.types import Logprobs, PoolingFacts, PoolingParams, RequestId, SamplingParams
-from common.types.pooling import GENERATE, POOLING_TASKS
+from common.types import Logprobs, RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -512,16 +511,11 @@ class ModelRunner:
         request_id = RequestId("profile")
         blocks = list(range(1, -(-num_tokens // self._block_size) + 1))
         block_ids = [[0] * len(blocks) if group.kind == "state" else blocks for group in self._loaded.kv_groups]
-        pooling = None if GENERATE in self._loaded.pooling.tasks else _pooling_of(self._loaded.pooling)
-        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, block_ids, 0, pooling=pooling)
+        work = self._loaded.pooling.own_work
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, sampling, block_ids, 0, pooling=work)
         self.update_requests(SchedulerOutput(new_requests=[new]))
         self.run({request_id: num_tokens})
         self.update_requests(SchedulerOutput(dropped_request_ids=[request_id]))
-
-
-def _pooling_of(facts: PoolingFacts) -> PoolingParams:
-    """Returns something that a model which generates nothing can do."""
-    return PoolingParams(task=next(task for task in POOLING_TASKS if task in facts.tasks))
 
 
 def _settle(step: SamplingStep, phases: PhaseClock) -> None:

@@ -225,7 +225,8 @@ class MultiprocExecutor:
         block_ids = list(range(1, -(-num_tokens // self._facts.layout.block_size) + 1))
         groups = self._facts.layout.groups
         tables = [[0] * len(block_ids) if group.kind == "state" else block_ids for group in groups]
-        new = NewRequest(request_id, [0] * num_tokens, num_tokens, _DRAWN, tables, 0)
+        work = self._facts.pooling.own_work
+        new = NewRequest(request_id, [0] * num_tokens, num_tokens, _DRAWN, tables, 0, pooling=work)
         self.submit(SchedulerOutput([new], {}, {request_id: num_tokens}, num_tokens), no_masks).result()
         self.submit(SchedulerOutput(dropped_request_ids=[request_id]), no_masks)
 

@@ -14,6 +14,7 @@ from common.engine.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from common.engine.messages import AddRequest, RequestOutput
 from common.errors import ErrorCode, ModelLoadError, PromptTooLongError
 from common.types import NO_SAMPLING, FinishReason, PoolingParams, RequestId, SamplingParams
+from tests.dequantized import save_dequantized
 from tests.pooling_models import (
     class_logits,
     classifier_dir,
@@ -23,6 +24,7 @@ from tests.pooling_models import (
     without_head,
 )
 from tests.tiny_models import MAX_MODEL_LEN, prompt_of, random_model, reference_generate, tiny_config, tiny_model_dir
+from tools.quantize_checkpoint import quantize_checkpoint
 
 EMBED = PoolingParams(task="embed")
 TOLERANCE = 1e-5
@@ -166,6 +168,14 @@ def test_a_model_without_a_head_embeds_and_generates_nothing(tmp_path: Path) -> 
         refused = run(client, request)["g"]
         assert "generates no text" in refused.error
         assert refused.error_param == "model"
+
+
+def test_a_quantised_model_without_a_head_embeds(tmp_path: Path) -> None:
+    quantize_checkpoint(tiny_model_dir("qwen3"), tmp_path / "quantised", "awq", group_size=16)
+    dequantized = save_dequantized(tmp_path / "quantised", tmp_path / "dequantized")
+    prompt = prompt_of(33)
+    with client_of(without_head(tmp_path / "quantised", tmp_path / "headless")) as client:
+        assert_close(rows(run(client, pool("a", prompt))["a"], 48), embedding(dequantized, prompt))
 
 
 @pytest.mark.parametrize("class_name", ["Qwen3", "Llama", "GPT2"])
