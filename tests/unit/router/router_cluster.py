@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
@@ -84,3 +85,10 @@ async def run_cluster(prefill=(), decode=(), **settings):
         router = await stack.enter_async_context(Router(config).running())
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=router.http_url, timeout=60))
         yield RouterCluster(router, client, prefill, decode)
+
+
+async def until(condition):
+    """Wait for something about the router that nothing announces."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)

@@ -16,15 +16,10 @@ from router.fairness.tenant import Tenant
 from router.requests.request import Draft, TokenPrompt
 from router.requests.terms import Terms
 from router.testing import FakeDecodePod
+from tests.unit.router.router_cluster import until
 
 BODY = {"prompt": [1, 2, 3, 4], "max_tokens": 4, "temperature": 0}
 ONE = AdmissionConfig(max_inflight=1)
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def num_waiting(cluster):

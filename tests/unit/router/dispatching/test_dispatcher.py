@@ -18,8 +18,8 @@ from router.pods import load
 from router.requests.request import TokenPrompt
 from router.requests.terms import Terms
 from router.testing import FakeDecodePod, FakePrefillPod
-from tests.unit.router.dispatching.test_survival import until
 from tests.unit.router.dispatching.test_two_legs import LONG_PROMPT, _draft
+from tests.unit.router.router_cluster import until
 
 NUM_BLOCKS = 63  # that the long prompt takes, of which it fills all but the last
 

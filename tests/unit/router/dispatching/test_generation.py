@@ -18,8 +18,9 @@ from router.fairness.tenant import Tenant
 from router.pods.config import HealthConfig
 from router.testing import FakeDecodePod, FakePrefillPod, _PrefillServicer
 from tests.fuzz.lying_pods import LyingDecodePod, LyingPrefillPod
-from tests.unit.router.dispatching.test_survival import on_a_draining_pod, started, until
+from tests.unit.router.dispatching.test_survival import on_a_draining_pod, started
 from tests.unit.router.dispatching.test_two_legs import BODY, PROMPT, TOKENS, Stream, _draft, text  # noqa: F401  (a fixture)
+from tests.unit.router.router_cluster import until
 
 
 async def test_each_figure_of_an_answer_is_counted_once(start_cluster):

@@ -7,6 +7,7 @@ import asyncio
 from common.pb import common_pb2
 from router.dispatching import validity
 from router.testing import FakeDecodePod, counting_reply
+from tests.unit.router.router_cluster import until
 from tests.work import LineCounter
 
 PROMPT = [600, 601, 602]
@@ -56,7 +57,8 @@ async def test_a_migrated_request_does_not_ask_for_them_again(start_cluster):
     waits = [asyncio.create_task(pod.until(lambda pod=pod: pod.submits)) for pod in cluster.decode]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     lost, other = (first, second) if first.submits else (second, first)
-    await lost.until(lambda: lost.submits and not any(each.runnable for each in lost.live.values()))
+    running = cluster.router.service._running
+    await until(lambda: [len(each._output) for each in running.values()] == [2])
     await other.allow(None)
     await lost.stop()
     assert logprobs_in(await answering) == EXPECTED

@@ -15,6 +15,7 @@ from router.fairness.tenant import Tenant
 from router.pods import DecodeSession, PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.dispatching.test_two_legs import BODY, TOKENS, Stream, text  # noqa: F401  (a fixture)
+from tests.unit.router.router_cluster import until
 
 
 def busy(prefill):
@@ -123,13 +124,6 @@ async def test_kv_that_must_not_be_recomputed_comes_from_another_prefill_pod(sta
     await failing.until(lambda: failing.num_cancelled == 1)
     assert cluster.metric("baton_router_prefill_retries_total", reason="kv_failed") == 1
     await cluster.until_quiet()
-
-
-async def until(condition):
-    """Wait for something about the router that nothing announces."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def started(cluster, decode, num_streams, num_tokens=3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from router.security.config import SecurityConfig
 from router.security.keys import digest_of as hash_of_key
 from router.testing import FakeDecodePod
 from tests.unit.router.dispatching.test_two_legs import PROMPT, TOKENS
+from tests.unit.router.router_cluster import until
 
 ANSWER = "Où? Une île, ça va 🦜🌍 STOP and on"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -180,12 +180,6 @@ async def read_to(connection, num_events):
     while len(events) < num_events:
         events.append(await connection.next())
     return events
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("logprobs", [{}, {"logprobs": 1}])

@@ -8,7 +8,8 @@ from baton import AsyncClient
 from common.pb import pods_pb2
 from tests.fuzz.lying_pods import LyingDecodePod
 from tests.unit.router.dispatching.test_two_legs import BODY
-from tests.unit.router.gateway.test_resume_http import COMPLETIONS, Connection, ask, read_to, until
+from tests.unit.router.gateway.test_resume_http import COMPLETIONS, Connection, ask, read_to
+from tests.unit.router.router_cluster import until
 
 DETAILS = "completion_tokens_details"
 STREAMED = {**BODY, "stream_options": {"include_usage": True}}

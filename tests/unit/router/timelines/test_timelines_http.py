@@ -12,8 +12,9 @@ from common.pb import pods_pb2
 from router.admission.config import AdmissionConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.fuzz.lying_pods import LyingDecodePod, LyingPrefillPod
-from tests.unit.router.dispatching.test_survival import busy, until
+from tests.unit.router.dispatching.test_survival import busy
 from tests.unit.router.dispatching.test_two_legs import BODY, Stream
+from tests.unit.router.router_cluster import until
 from tests.unit.router.security.conftest import ALICE, BOB, OPERATOR, bearer, key_file  # noqa: F401  (a fixture)
 
 DEADLINE_S = 60.0

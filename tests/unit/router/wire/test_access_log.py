@@ -11,8 +11,8 @@ import pytest
 from common.observability.logging import JsonFormatter
 from common.pb import inference_pb2, inference_pb2_grpc
 from router.testing import FakeDecodePod
-from tests.unit.router.dispatching.test_survival import until
 from tests.unit.router.dispatching.test_two_legs import BODY, Stream
+from tests.unit.router.router_cluster import until
 from tests.unit.router.security.conftest import ALICE, bearer, key_file  # noqa: F401  (a fixture)
 
 
