@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from common.cancellation import end_tasks
 from common.engine.client.base import EngineClient
@@ -182,10 +182,10 @@ class PodAdapters:
 
 def _directory_of(path: str) -> str:
     """A local directory with the adapter's files. Blocks; raises InvalidRequestError."""
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return str(local)
-    if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+    local = os.path.expanduser(path)  # unlike Path's, it takes a user whom there is not
+    if os.path.isdir(local):  # unlike Path's, of names that are too long as well
+        return local
+    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
         problem = f"lora_path: {quoted(path)} is neither a directory that the pod sees nor a hub id"
         raise InvalidRequestError(problem, param="lora_path")
     return _download(path)

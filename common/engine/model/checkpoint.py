@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,12 +27,12 @@ HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 def model_directory(config: ModelConfig, files: Sequence[str] = HUB_FILES) -> Path:
     """The local directory of the model. Of a hub id, these `files` are downloaded."""
-    path = Path(config.model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(config.model))  # unlike Path's, it takes a user whom there is not
+    if os.path.isdir(path):  # unlike Path's, of names that are too long as well
         return path
     if not config.model:
         raise ModelLoadError("no model given", param="model")
-    if path.exists():
+    if os.path.exists(path):
         raise ModelLoadError(f"{path} is not a directory", param="model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

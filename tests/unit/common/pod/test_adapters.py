@@ -82,7 +82,7 @@ async def test_what_cannot_be_loaded_is_refused_by_the_field_at_fault(pod: Runni
     async def load(path: str, digest: bytes = b"") -> BatonError:
         return await raised(stub_of(pod).LoadAdapter(pods_pb2.LoadAdapterRequest(path=path, digest=digest)))
 
-    for path in (str(tmp_path / "nowhere"), "./nowhere", "a/b/c", "nowhere"):
+    for path in (str(tmp_path / "nowhere"), "./nowhere", "a/b/c", "nowhere", "~nobody/a", "0" * 4000):
         error = await load(path)
         assert isinstance(error, InvalidRequestError)
         assert error.param == "lora_path"

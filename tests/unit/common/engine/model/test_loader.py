@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +121,8 @@ def test_loading_is_silent(model_dir, capfd):
 
 def test_missing_directory(tmp_path):
     assert "does not exist" in refused(tmp_path / "nowhere")
+    assert "does not exist" in refused(Path("~nobody/model"))
+    assert "does not exist" in refused(tmp_path / ("0" * 4000))
 
 
 def test_file_instead_of_directory(tmp_path):
