@@ -354,8 +354,8 @@ class _WeightFiles:
             tensor = self._file_of[name].get_slice(name)
             _check_shape(name, tensor.get_shape(), shape)
         if part is None:
-            whole: torch.Tensor = _plain(name, tensor[:], dtype).to(dtype, copy=True)
-            return whole
+            whole: torch.Tensor = tensor[:] if shape else self._file_of[name].get_tensor(name)
+            return _plain(name, whole, dtype).to(dtype, copy=True)
         before, run = (slice(None),) * part.dim, shape[part.dim] // part.runs
         places = [slice(start + part.start, start + part.stop) for start in range(0, run * part.runs, run)]
         cut = _plain(name, torch.cat([tensor[(*before, place)] for place in places], part.dim), dtype)

@@ -400,13 +400,15 @@ def test_int8_weights_are_those_of_one_rank(run, model):
     assert [answer["tokens"] for answer in run(2, **job)] == [alone["tokens"]] * 2
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("model", ["llama", "mixtral", "phi3"])
-@pytest.mark.parametrize("name", ["gptq-zeros", "gptq-8bit"])
+@pytest.mark.parametrize(
+    ("name", "size"), [("gptq-zeros", 2), ("gptq-8bit", 2), pytest.param("gptq-8bit", 4, marks=pytest.mark.matrix)]
+)
 def test_quantised_checkpoints_are_cut(run, tmp_path, name, model, size):
     quantize_checkpoint(tiny_model_dir(model), tmp_path / "quantized", name, 24)
     expected = expected_of(save_dequantized(tmp_path / "quantized", tmp_path / "dequantized"))
-    assert [answer["tokens"] for answer in run(size, tmp_path / "quantized")] == [expected] * size
+    for answer in run(size, tmp_path / "quantized"):
+        assert answer.get("tokens") == expected, answer.get("message")
 
 
 def test_inputs_in_the_order_of_their_activations_are_not_cut(run, tmp_path):
