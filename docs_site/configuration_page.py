@@ -77,7 +77,7 @@ _CONNECTORS = """\
 | `BATON_API_KEYS` | router | API keys, see [security.md](security.md#api-keys) |
 | `BATON_URL`, `BATON_API_KEY` | `baton complete`, `chat`, `bench`, `run-batch` | address and key of the router |
 | `HF_HOME`, `HF_HUB_OFFLINE`, `HF_ENDPOINT` | router, pods | cache, offline mode and mirror of the model hub |
-| `XDG_CACHE_HOME` | pods on a CPU | where compiled kernels are kept, in `baton/kernels`; default `~/.cache` |
+| `XDG_CACHE_HOME` | pods | where kernels and other things for the next start are kept; default `~/.cache` |
 | `XDG_STATE_HOME` | `baton up -d` | where logs and state are kept; default `~/.local/state` |
 | `BATON_MAX_CPU_ISA` | pods on a CPU | holds kernels to the instructions of an older [processor](processors.md) |
 | `OMP_NUM_THREADS`, `OMP_WAIT_POLICY` | pods on a CPU | see [Threads on a CPU](architecture.md#threads-on-a-cpu) |

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from common.engine.model.known_imports import know_imports
 from common.imports import kept_imports
 
 _COMPILER = "torch._dynamo"
@@ -28,6 +29,7 @@ def without_compiler() -> Iterator[None]:
     if _COMPILER in sys.modules:
         yield
         return
+    know_imports()
     stand_in, indexing = _StandIn(_COMPILER), _StandIn(_INDEXING)
     vars(stand_in).update(dict.fromkeys(_MARKS, _unmarked))
     vars(indexing)["TransformGetItemToIndex"] = _TransformGetItemToIndex

@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding, ir
 
-from common.engine.devices.cpu.kernels.code_cache import cached_code
+from common.engine.cache_directory import cached
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.devices.cpu.kernels.processor import features
@@ -51,7 +51,7 @@ def _compile(module: ir.Module) -> Any:
         if not function.is_declaration:
             function.attributes.add("nounwind")
     text = str(module)
-    code = cached_code([*_compiler(), text], lambda: _machine_code(text))
+    code = cached("kernels", [*_compiler(), text], lambda: _machine_code(text))
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -1,4 +1,4 @@
-"""Machine code that is kept for the next process."""
+"""What is kept for the next process, such as machine code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.devices.cpu.kernels import code_cache, compiling
-from common.engine.devices.cpu.kernels.code_cache import cached_code
+from common.engine import cache_directory
+from common.engine.cache_directory import cached
+from common.engine.devices.cpu.kernels import compiling
 from common.engine.devices.cpu.kernels.compiled import Call, Kernel
 from common.engine.devices.cpu.kernels.language import ElementType
 
@@ -40,9 +41,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_code_is_compiled_once_for_what_it_depends_on(directory: Path) -> None:
     compiler = Compiler()
-    assert [cached_code(["LLVM 1", "module"], compiler) for _ in range(2)] == [b"code"] * 2
+    assert [cached("kernels", ["LLVM 1", "module"], compiler) for _ in range(2)] == [b"code"] * 2
     assert compiler.count == 1
-    cached_code(["LLVM 2", "module"], compiler)
+    cached("kernels", ["LLVM 2", "module"], compiler)
     assert compiler.count == 2
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
@@ -66,7 +67,7 @@ def change_to_foreign_code(file: Path) -> None:
 
 
 def change_to_that_of_another_kernel(file: Path) -> None:
-    cached_code(["another module"], lambda: b"other code")
+    cached("kernels", ["another module"], lambda: b"other code")
     (other,) = set(kept(file.parent)) - {file}
     os.replace(other, file)
 
@@ -146,14 +147,14 @@ def test_a_file_that_may_be_another_users_is_ignored_named_once_and_replaced(
     directory: Path, caplog: pytest.LogCaptureFixture, plant: Callable[[Path], None]
 ) -> None:
     compiler = Compiler()
-    cached_code(["module"], compiler)
+    cached("kernels", ["module"], compiler)
     (file,) = kept(directory)
     for _ in range(2):
         plant(file)
-        assert cached_code(["module"], compiler) == b"code"
+        assert cached("kernels", ["module"], compiler) == b"code"
     assert compiler.count == 3
     assert caplog.text.count(f"{file} is ignored and replaced") == 1
-    assert [cached_code(["module"], compiler) for _ in range(2)] == [b"code"] * 2
+    assert [cached("kernels", ["module"], compiler) for _ in range(2)] == [b"code"] * 2
     check_private(file)
     assert compiler.count == 3
     assert not (directory.parent / "victim").exists()
@@ -170,11 +171,11 @@ def test_a_key_that_others_may_know_is_replaced_and_what_it_vouched_for_is_not_u
     directory: Path, caplog: pytest.LogCaptureFixture, plant: Callable[[Path], None]
 ) -> None:
     compiler = Compiler()
-    cached_code(["module"], compiler)
+    cached("kernels", ["module"], compiler)
     key = directory / "key"
     known = key.read_bytes()
     plant(key)
-    assert [cached_code(["module"], compiler) for _ in range(2)] == [b"code"] * 2
+    assert [cached("kernels", ["module"], compiler) for _ in range(2)] == [b"code"] * 2
     assert compiler.count == 2
     assert caplog.text.count(f"{key} is ignored and replaced") == 1
     check_private(key)
@@ -184,10 +185,10 @@ def test_a_key_that_others_may_know_is_replaced_and_what_it_vouched_for_is_not_u
 def test_what_is_written_follows_no_link_that_was_there_before(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached_code(["module"], Compiler())
+    cached("kernels", ["module"], Compiler())
     monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
     (directory / "draft-guessed").symlink_to(directory.parent / "victim")
-    assert cached_code(["other module"], Compiler()) == b"code"
+    assert cached("kernels", ["other module"], Compiler()) == b"code"
     assert not (directory.parent / "victim").exists()
 
 
@@ -197,14 +198,14 @@ def test_processes_that_start_together_come_to_one_key(directory: Path, monkeypa
 
     def make_after_another(size: int) -> bytes:
         monkeypatch.setattr(secrets, "token_bytes", make)
-        cached_code(["module of another"], Compiler())
+        cached("kernels", ["module of another"], Compiler())
         return make(size)
 
     monkeypatch.setattr(secrets, "token_bytes", make_after_another)
     compiler = Compiler()
     for _ in range(2):
-        cached_code(["module"], compiler)
-        cached_code(["module of another"], compiler)
+        cached("kernels", ["module"], compiler)
+        cached("kernels", ["module of another"], compiler)
     assert compiler.count == 2
 
 
@@ -213,8 +214,8 @@ def test_a_directory_that_others_can_write_to_is_not_used(directory: Path, caplo
     directory.chmod(0o777)
     compiler = Compiler()
     with caplog.at_level(logging.WARNING):
-        cached_code(["module"], compiler)
-        cached_code(["module"], compiler)
+        cached("kernels", ["module"], compiler)
+        cached("kernels", ["module"], compiler)
     assert (compiler.count, list(directory.iterdir())) == (2, [])
     assert caplog.text.count("mode 0700") == 1
 
@@ -223,7 +224,7 @@ def test_without_a_place_each_process_compiles(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     compiler = Compiler()
-    assert [cached_code(["module"], compiler) for _ in range(2)] == [b"code"] * 2
+    assert [cached("kernels", ["module"], compiler) for _ in range(2)] == [b"code"] * 2
     assert compiler.count == 2
 
 
@@ -232,34 +233,34 @@ def test_a_file_system_that_is_read_only_is_read(directory: Path, monkeypatch: p
         raise OSError("read-only file system")
 
     compiler = Compiler()
-    cached_code(["module"], compiler)
+    cached("kernels", ["module"], compiler)
     monkeypatch.setattr(os, "utime", refuse)
-    assert cached_code(["module"], compiler) == b"code"
+    assert cached("kernels", ["module"], compiler) == b"code"
     assert compiler.count == 1
 
 
 def test_what_was_not_used_for_the_longest_time_is_removed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_cache, "_MAX_FILES", 2)
+    monkeypatch.setattr(cache_directory, "_MAX_FILES", 2)
     compiler = Compiler()
     for name in ("first", "second"):
-        cached_code([name], compiler)
+        cached("kernels", [name], compiler)
         for file in kept(directory):
             os.utime(file, (file.stat().st_mtime - 10,) * 2)
-    cached_code(["first"], compiler)  # is used again
-    cached_code(["third"], compiler)
+    cached("kernels", ["first"], compiler)  # is used again
+    cached("kernels", ["third"], compiler)
     assert (compiler.count, len(kept(directory))) == (3, 2)
-    cached_code(["first"], compiler)
+    cached("kernels", ["first"], compiler)
     assert compiler.count == 3
-    cached_code(["second"], compiler)
+    cached("kernels", ["second"], compiler)
     assert compiler.count == 4
 
 
 def test_files_are_those_of_the_directory_that_was_checked(directory: Path) -> None:
     compiler = Compiler()
-    cached_code(["module"], compiler)
+    cached("kernels", ["module"], compiler)
     directory.rename(directory.with_name("moved"))
     directory.mkdir(mode=0o777)
-    cached_code(["other module"], compiler)
+    cached("kernels", ["other module"], compiler)
     assert (len(list(directory.iterdir())), len(kept(directory.with_name("moved")))) == (0, 2)
 
 

@@ -1,11 +1,12 @@
-"""Machine code of kernels that earlier processes have compiled, in the user's cache directory.
+"""Keeps what processes have made, such as the machine code of kernels, for later ones, in the user's cache directory.
 
 Whoever can write to the directory can make this process run code, so it is used only if this user owns it and nobody
 else can access it. Files may have been planted before that was so: a file is used only if it is this user's alone and
-begins with a digest of its name and its code, whose key only this user can read. The key is a file beside the others.
+begins with a digest of its name and its content, whose key only this user can read. The key is a file beside the
+others.
 
-A file's name is a digest of everything that its code depends on, so entries never become stale. Without such a
-directory every process compiles what it needs.
+A file's name is a digest of everything that its content depends on, so entries never become stale. Without such a
+directory every process makes what it needs.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _KEY_SIZE = _DIGEST_SIZE = 32  # bytes
 _MAX_FILES = 1024  # of some kilobytes each; those that were not used for the longest time are removed
 
 
-def cached_code(parts: Sequence[str], compile_: Callable[[], bytes]) -> bytes:
-    """The code that depends on `parts`, from the cache or else from `compile_`."""
-    path = _path()
+def cached(kind: str, parts: Sequence[str], make: Callable[[], bytes]) -> bytes:
+    """Returns what depends on `parts`, from the directory of this `kind` or else from `make`."""
+    path = _path(kind)
     directory = None if path is None else _open_directory(path)
-    return compile_() if directory is None else directory.code(parts, compile_)
+    return make() if directory is None else directory.content(parts, make)
 
 
-def _path() -> Path | None:
+def _path(kind: str) -> Path | None:
     """None if this user has no home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     except RuntimeError:
         return None
-    return home / "baton" / "kernels" if home.is_absolute() else None
+    return home / "baton" / kind if home.is_absolute() else None
 
 
 @cache
@@ -54,11 +55,11 @@ def _open_directory(path: Path) -> _Directory | None:
             each.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        logger.info("compiled kernels are not kept: %s", error)
+        logger.info("%s are not kept: %s", path.name, error)
         return None
     if not _is_private(os.fstat(descriptor)):
         os.close(descriptor)
-        logger.warning("compiled kernels are not kept: %s must be a directory of this user's with mode 0700", path)
+        logger.warning("%s are not kept: %s must be a directory of this user's with mode 0700", path.name, path)
         return None
     return _Directory(path, descriptor)
 
@@ -75,22 +76,22 @@ class _Directory:
         self._descriptor = descriptor
         self._reported: set[str] = set()  # names of files that were not used
 
-    def code(self, parts: Sequence[str], compile_: Callable[[], bytes]) -> bytes:
-        """See `cached_code`."""
+    def content(self, parts: Sequence[str], make: Callable[[], bytes]) -> bytes:
+        """See `cached`."""
         key = self._key()
         if key is None:
-            return compile_()
+            return make()
         name = _digest(key, "\0".join(parts).encode()).hex()
-        content = self._read(name)
-        if content is not None:
-            digest, code = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
-            if hmac.compare_digest(digest, _digest(key, name.encode() + code)):
-                return code
+        file = self._read(name)
+        if file is not None:
+            digest, content = file[:_DIGEST_SIZE], file[_DIGEST_SIZE:]
+            if hmac.compare_digest(digest, _digest(key, name.encode() + content)):
+                return content
             self._report(name, "another process has changed it, or the machine stopped before all was written")
-        code = compile_()
-        self._replace(name, _digest(key, name.encode() + code) + code)
+        content = make()
+        self._replace(name, _digest(key, name.encode() + content) + content)
         self._remove_oldest()
-        return code
+        return content
 
     def _key(self) -> bytes | None:
         """The key of the digests, made if need be. None if it cannot be kept. It is read each time, as another process
@@ -147,7 +148,7 @@ class _Directory:
                 self._move_away(name)
                 self._rename(draft, name)
         except OSError as error:
-            logger.info("a compiled kernel is not kept: %s", error)
+            logger.info("nothing is kept in %s: %s", self._path, error)
             self._unlink(draft)
 
     def _rename(self, name: str, to: str) -> None:
