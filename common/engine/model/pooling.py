@@ -22,6 +22,7 @@ from common.types.pooling import GENERATE, Activation, PoolingMethod
 _MODULES = "modules.json"
 _HEAD_NAMES = ("score", "classifier")
 _SEQUENCE, _TOKEN = "ForSequenceClassification", "ForTokenClassification"
+_ALWAYS_DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese"})  # whose code never looks at `is_decoder`
 _METHODS: dict[str, PoolingMethod] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_cls_token": "cls",
@@ -73,8 +74,8 @@ def check_direction(raw_config: dict[str, Any], model_config: Any) -> None:
     """Raises ModelLoadError for an encoder, whose tokens see those after them."""
     text_config = model_config.get_text_config()
     is_encoder = (
-        getattr(text_config, "is_decoder", None) is False
-        or getattr(text_config, "use_bidirectional_attention", None) not in (None, False)
+        (getattr(text_config, "is_decoder", None) is False and text_config.model_type not in _ALWAYS_DECODERS)
+        or getattr(text_config, "use_bidirectional_attention", None) in (True, "all")  # else of images, for example
         or raw_config.get("is_causal") is False
     )
     if is_encoder:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.messages import AddRequest, RequestOutput
+from common.engine.model.pooling import check_direction
 from common.errors import ErrorCode, ModelLoadError, PromptTooLongError
 from common.types import NO_SAMPLING, FinishReason, PoolingParams, RequestId, SamplingParams
 from tests.dequantized import save_dequantized
@@ -26,6 +29,7 @@ from tests.pooling_models import (
 from tests.tiny_models import MAX_MODEL_LEN, prompt_of, random_model, reference_generate, tiny_config, tiny_model_dir
 from tools.quantize_checkpoint import quantize_checkpoint
 
+ARCHITECTURES = Path(__file__).resolve().parents[4] / "docs" / "architectures.md"
 EMBED = PoolingParams(task="embed")
 TOLERANCE = 1e-5
 KERNELS = ("auto", "reference")
@@ -253,6 +257,30 @@ def test_files_that_ask_for_something_else_are_named(files: dict[str, object], p
         (directory / name).write_text(json.dumps(content))
     with pytest.raises(ModelLoadError, match=problem):
         client_of(directory)
+
+
+def test_a_decoder_whose_configuration_does_not_say_so_is_served(tmp_path: Path) -> None:
+    random_model(tiny_config("GPTNeoXConfig")).save_pretrained(tmp_path)
+    prompt = prompt_of(9)
+    with client_of(tmp_path) as client:
+        request = AddRequest(
+            request_id=RequestId("g"),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
+        )
+        client.add_request(request)
+        tokens = []
+        while client.has_unfinished:
+            tokens += [token.token_id for output in client.step().outputs for token in output.tokens]
+    assert tokens == reference_generate(tmp_path, prompt, 8)
+
+
+def test_no_architecture_that_is_served_counts_as_an_encoder() -> None:
+    served, _, _ = ARCHITECTURES.read_text().partition("## Refused")
+    _, *model_types = re.findall(r"^\| `(\w+)` \|", served, re.MULTILINE)
+    assert len(model_types) > 100
+    for model_type in model_types:
+        check_direction({}, CONFIG_MAPPING[model_type]())
 
 
 def test_encoders_are_refused_by_name(tmp_path: Path) -> None:
