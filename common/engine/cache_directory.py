@@ -55,11 +55,11 @@ def _open_directory(path: Path) -> _Directory | None:
             each.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        logger.info("%s are not kept: %s", path.name, error)
+        logger.info("nothing is kept for later starts: %s", error)
         return None
     if not _is_private(os.fstat(descriptor)):
         os.close(descriptor)
-        logger.warning("%s are not kept: %s must be a directory of this user's with mode 0700", path.name, path)
+        logger.warning("nothing is kept for later starts: %s must be a directory of this user's with mode 0700", path)
         return None
     return _Directory(path, descriptor)
 
