@@ -137,7 +137,9 @@ class Adapters:
     def _model_for(self, name: str, base_model: str | None) -> ServedModel:
         """The model whose adapter it is to be."""
         if not is_model_name(name):
-            raise InvalidRequestError(f"lora_name must have 1 to {MAX_MODEL_CHARS} characters", param="lora_name")
+            raise InvalidRequestError(
+                f"lora_name must have 1 to {MAX_MODEL_CHARS} printable characters", param="lora_name"
+            )
         models = self._service.models
         if base_model is None and len(models) != 1:
             known = ", ".join(repr(model.name) for model in models)

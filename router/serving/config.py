@@ -18,7 +18,7 @@ from router.tracing.config import RouterTracingConfig
 
 def is_model_name(name: str) -> bool:
     """Whether a model may have this name."""
-    return 0 < len(name) <= MAX_MODEL_CHARS
+    return 0 < len(name) <= MAX_MODEL_CHARS and name.isprintable() and not name.isspace()
 
 
 def names_by_location(models: Mapping[str, str]) -> dict[str, list[str]]:
@@ -97,7 +97,7 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for setting in ("served_model_name", "models"):
             names: Collection[str] = getattr(self, setting)
             if len(names) != len(set(names)) or not all(map(is_model_name, names)):
-                problem = f"names must differ and have 1 to {MAX_MODEL_CHARS} characters"
+                problem = f"names must differ and have 1 to {MAX_MODEL_CHARS} printable characters"
                 raise ValueError(f"--{setting.replace('_', '-')}: {problem}")
 
 

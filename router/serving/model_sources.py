@@ -59,7 +59,9 @@ def read_models_file(file: str) -> list[ModelSpec]:
         raise _invalid(f"{file}: expected name: directory or name: hub id, got {show(models)}")
     for name, location in models.items():
         if not (isinstance(name, str) and is_model_name(name)):
-            raise _invalid(f"{file}: a name must be a text of 1 to {MAX_MODEL_CHARS} characters, got {show(name)}")
+            raise _invalid(
+                f"{file}: a name must be a text of 1 to {MAX_MODEL_CHARS} printable characters, got {show(name)}"
+            )
         if not (isinstance(location, str) and location):
             raise _invalid(f"{file}: {name}: expected a directory or a hub id, got {show(location)}")
     return _specs(models)

@@ -380,12 +380,12 @@ def _checked(
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
+    if not path.is_file():  # a pipe would be waited for
+        raise unusable(f"{directory} has no {CONFIG_FILE}")
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_CONFIG_BYTES)
         config = json.loads(content)
-    except FileNotFoundError as error:
-        raise unusable(f"{directory} has no {CONFIG_FILE}") from error
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise unusable(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):

@@ -97,7 +97,8 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(cluster):
     assert "decode pod" in await refusal(await load(cluster, path="/nowhere"), 400, "lora_path")
     await refusal(await load(cluster, base), 409, "lora_name")
     await refusal(await load(cluster, base_model_name="other"), 404, "base_model_name")
-    await refusal(await load(cluster, ""), 400, "lora_name")
+    for name in ("", " ", "a\nb", "a\0"):
+        await refusal(await load(cluster, name), 400, "lora_name")
     await refusal(await cluster.post("/v1/load_lora_adapter", lora_name="a"), 400, "lora_path")
     assert await names(cluster) == [base]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -120,4 +121,10 @@ def test_files_that_are_no_adapter(files: dict[str, bytes], problem: str, tmp_pa
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidRequestError, match=problem):
+        read(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json"):
         read(tmp_path)
