@@ -65,6 +65,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="Of its random numbers. (default: 0)")
     parser.add_argument("--strength", type=float, default=0.5, help="How much it changes the weights. (default: 0.5)")
     args = parser.parse_args()
+    if not (args.model / "config.json").is_file():
+        parser.error(f"--model: {args.model} is not the directory of a model")
+    if args.rank < 1:
+        parser.error(f"--rank: must be at least 1, got {args.rank}")
     options = {"rank": args.rank, "seed": args.seed, "strength": args.strength}
     num_layers = make_adapter(args.directory, args.model, **options)
     print(f"{args.directory}: rank {args.rank}, {num_layers} layers")

@@ -245,6 +245,8 @@ def main() -> int:
     parser.add_argument("--format", choices=[*FORMATS, *GGUF_TYPES], required=True)
     parser.add_argument("--group-size", type=int, default=128, help="inputs with a scale of their own, or -1 for all")
     args = parser.parse_args()
+    if not (args.source / "config.json").is_file():
+        parser.error(f"source: {args.source} is not the directory of a model")
     quantize_checkpoint(args.source, args.target, args.format, args.group_size)
     return 0
 
