@@ -1,7 +1,7 @@
 """Spares transformers its look through the files of all its models.
 
-transformers learns what each of its 1,600 files defines by reading them, twice, each time that it is imported, which
-takes most of a second. What it finds depends on its version alone, and is kept for the next process.
+Each import of transformers reads the 1,600 files of its models, twice, for the names that they define, which takes most
+of a second. The names depend on its version alone, and are kept for the next process.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype, *, 
         try:
             with WithoutMetaOperators():
                 model, report = load()
-        except RuntimeError:
+        except RuntimeError:  # of code that joins ranges with tensors on "meta"; another one is raised again
             model, report = load()
     if not has_text_head:
         head = replace_head(model, torch.nn.Identity())
