@@ -14,6 +14,8 @@ anew for every repeat; figures are medians of the repeats.
                  all its threads. A decode pod sends one message per step with one token for each stream; a backend
                  writes one event to each connection per step. The wall clock is beside it, but on few cores that is
                  also the speed of the load generator and of what stands behind the router.
+                 `no router` is one of those backends alone, which sends its events to the clients itself: no router
+                 that sends each event in a system call of its own can need less
     per event    more than 1: tokens that were due to a client together were sent together
     memory       growth of the router's own memory (USS) from no stream to so many, all open and silent; opened 16 at a
                  time, since what the beginnings of 2,000 requests take at once is not the memory of a stream

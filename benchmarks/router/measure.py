@@ -14,7 +14,7 @@ from benchmarks.harness.figures import in_turn, medians
 from benchmarks.harness.processes import Child
 from benchmarks.router import decisions
 from benchmarks.router.pace import HOLD
-from benchmarks.router.systems import System
+from benchmarks.router.systems import System, no_router
 
 _WARM_UP_REQUESTS = 50
 _WARM_UP_STREAMS = 8
@@ -100,9 +100,11 @@ def measure(plan: Plan, starts: Sequence[Start], on_figure: Callable[[str], None
                 for concurrency in plan.concurrency:
                     answers[system.name, concurrency].append(_answers(plan, system, load, concurrency))
                     on_figure(f"{system.name}: {concurrency} at once: {answers[system.name, concurrency][-1]}")
-                for what in plan.streams:
-                    streams[system.name, what].append(_streams(system, load, what))
-                    on_figure(f"{system.name}: {what}: {streams[system.name, what][-1]}")
+                _measure_streams(plan, system, load, streams, on_figure)
+        with Child("-m", "benchmarks.router.load") as load, no_router() as system:
+            load.read_line()
+            load.ask("answers", system.address, 1, _WARM_UP_REQUESTS)
+            _measure_streams(plan, system, load, streams, on_figure)
     results.answers = {key: Answers(*medians(samples)) for key, samples in answers.items()}
     results.streams = {key: Streams(*medians(samples)) for key, samples in streams.items()}
     results.idle = {key: Idle(*medians(samples)) for key, samples in idle.items()}
@@ -153,6 +155,18 @@ def _answers(plan: Plan, system: System, load: Child, concurrency: int) -> Answe
         added_p99_s=p99 - direct_p99,
         cpu_s=cpu_s / plan.num_answers,
     )
+
+
+def _measure_streams(
+    plan: Plan,
+    system: System,
+    load: Child,
+    streams: dict[tuple[str, StreamLoad], list[Streams]],
+    on_figure: Callable[[str], None],
+) -> None:
+    for what in plan.streams:
+        streams[system.name, what].append(_streams(system, load, what))
+        on_figure(f"{system.name}: {what}: {streams[system.name, what][-1]}")
 
 
 def _streams(system: System, load: Child, what: StreamLoad) -> Streams:

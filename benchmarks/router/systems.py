@@ -21,6 +21,7 @@ _POLL_S = 0.05
 _MAX_STREAMS = 4096
 OURS = "baton"
 RIVAL = "sglang-router"
+NO_ROUTER = "no router"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,14 @@ def sglang_router() -> Iterator[System]:
         address = f"127.0.0.1:{port}"
         _wait_until_healthy(address, router, path="/readiness")
         yield System(RIVAL, version, address, router, prefill, decode, sides[1])
+
+
+@contextmanager
+def no_router() -> Iterator[System]:
+    """One of the rival's backends alone, in place of a router: it does nothing but send events."""
+    with Child("-m", "benchmarks.router.backends", "decode") as side:
+        address = side.read_line()
+        yield System(NO_ROUTER, importlib.metadata.version("uvloop"), address, side, address, address, side)
 
 
 def rival_version() -> str | None:

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -128,9 +128,8 @@ class Policy:
     def judge(self, candidates: Candidates) -> Judgement:
         """Score them all."""
         scores = tuple(scorer.score(candidates) for scorer, _ in self._scorers)
-        totals: Column = np.zeros(len(candidates.pods))
-        for column, (_, weight) in zip(scores, self._scorers, strict=True):
-            totals += weight * column
+        weighted = (weight * column for column, (_, weight) in zip(scores, self._scorers, strict=True))
+        totals: Column = reduce(np.add, weighted)
         return Judgement(scores, totals)
 
     def pick(self, candidates: Candidates, judgement: Judgement) -> int:

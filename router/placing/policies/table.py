@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.step_budget import knee_tokens
 from common.step_times import StepTimes
 
 Column = NDArray[np.float64]
@@ -68,6 +70,16 @@ class Load(NamedTuple):
     slowness: float  # how much longer its steps take than those of the role's pods together
 
 
+class DecodeSteps(NamedTuple):
+    """The steps of pods that decode, before one more request has its share of them. Seconds, one per pod."""
+
+    token_s: Column  # for each further token
+    context_s: Column  # for each further token of context
+    step_s: Column  # with what decodes there, without prompts
+    room: Column  # prompt tokens that such a step takes as well
+    crowding: Column  # share of the slots that one more request would be too many
+
+
 class PodColumns:
     """Some pods, one element per pod in each column. See Load and PodFacts for what the columns mean."""
 
@@ -103,6 +115,28 @@ class PodColumns:
 
     def __len__(self) -> int:
         return len(self.facts)
+
+    @cached_property
+    def decode_steps(self) -> DecodeSteps:
+        """The pods' steps as they decode; computed once for both legs that may be served there."""
+        line, num_requests = self.step_times.line, self.num_requests
+        token_s, context_s = line.token_s * self.slowness, line.context_s * self.slowness
+        step_s = line.base_s * self.slowness + token_s * num_requests + context_s * self.context_tokens
+        beside = self.room_beside(step_s, token_s, self.target_itl_s)
+        crowding = np.maximum(num_requests + 1 - self.max_num_seqs, 0) / self.max_num_seqs
+        return DecodeSteps(token_s, context_s, step_s, np.where(num_requests > 0, beside, self.room_alone), crowding)
+
+    @property
+    def room_alone(self) -> Column:
+        """Prompt tokens of a step without streams. See `common.step_budget`."""
+        return np.minimum(max(1.0, knee_tokens(self.step_times.line)), self.max_num_batched_tokens)
+
+    def room_beside(self, step_s: Column, token_s: Column, target_s: Column) -> Column:
+        """Prompt tokens of a step beside streams, which without them takes `step_s`. See `common.step_budget`."""
+        most = np.maximum(self.max_num_batched_tokens - self.num_requests, 1)
+        with np.errstate(over="ignore"):  # clients may name any target: then all that fits is allowed
+            allowed = (target_s - step_s) / token_s
+        return np.minimum(np.maximum(allowed, self.min_prefill_tokens), most)
 
     def where(self, keep: NDArray[np.bool_]) -> PodColumns:
         """Only the pods for which `keep` is true."""
@@ -162,7 +196,7 @@ class PodTable:
         self._rows: list[PodRow] = []
         self._facts: list[PodFacts] = []
         self._adapters: list[HeldAdapters] = []
-        self._columns: PodColumns | None = None  # as long as there are the same pods
+        self._columns: PodColumns | None = None  # as long as nothing changes
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -214,6 +248,7 @@ class PodTable:
         """Writes a row; only PodRow calls it."""
         values = self._values
         values[0, number], values[1, number], values[2, number], values[3, number], values[4, number] = load
+        self._columns = None
         if self._listener is not None:
             self._listener()
 

@@ -9,7 +9,7 @@ from benchmarks.router.__main__ import main
 from benchmarks.router.decisions import Times
 from benchmarks.router.measure import Answers, Idle, Results, StreamLoad, Streams, measure
 from benchmarks.router.report import make_page, verdicts
-from benchmarks.router.systems import OURS, RIVAL, baton
+from benchmarks.router.systems import NO_ROUTER, OURS, RIVAL, baton
 
 TINY = benchmark.Plan(
     repeats=2,
@@ -27,7 +27,7 @@ def test_run_without_the_rival_measures_everything():
     """The load generator raises if a stream does not end as it should, so this is a test of the fake pods as well."""
     results = measure(TINY, [baton], lambda _: None)
     assert [*results.answers] == [(OURS, 2)]
-    assert [*results.streams] == [(OURS, load) for load in TINY.streams]
+    assert [*results.streams] == [(name, load) for name in (OURS, NO_ROUTER) for load in TINY.streams]
     assert all(streams.tokens_per_event >= 1 for streams in results.streams.values()), "each token was sent once"
     assert [*results.idle] == [(OURS, 2), (OURS, 4)]
     assert f"{RIVAL} was not measured" in str(make_page({}, results))
