@@ -27,6 +27,7 @@ from common.config import (
     load_yaml,
 )
 from common.engine.config import EngineConfig, ParallelConfig, SpeculationConfig
+from common.engine.quantization.registry import QUANTIZATIONS
 from common.engine.speculative import DraftModelOptions
 from common.errors import ConfigError
 from common.observability.logging import LogFormat, LogLevel
@@ -224,6 +225,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
+        if self.engine.model.quantization is not None:  # the pods would say so, each after its start
+            try:
+                QUANTIZATIONS.place(self.engine.model.quantization)
+            except ConfigError as error:
+                raise ValueError(error.message) from error
         if not all(map(is_model_name, self.lora_modules)):
             raise ValueError(f"--lora-modules: names must have 1 to {MAX_MODEL_CHARS} characters")
         if not self.models:

@@ -19,12 +19,17 @@ class Registry(Generic[_Part]):
         self._setting = setting
         self._known = known
 
-    def find(self, name: str) -> _Part:
-        """Imports a part. Raises ConfigError if there is none of that name."""
+    def place(self, name: str) -> str:
+        """Returns "module:name" of a part, which need not exist. Raises ConfigError if `name` cannot be one."""
         place = self._known.get(name, name)
         if ":" not in place:
             known = f"none of {', '.join(self._known)}, and " if self._known else ""
             raise ConfigError.of(self._setting, f"{name!r} is {known}not a module:name")
+        return place
+
+    def find(self, name: str) -> _Part:
+        """Imports a part. Raises ConfigError if there is none of that name."""
+        place = self.place(name)
         try:
             return cast("_Part", pkgutil.resolve_name(place))
         except (ImportError, AttributeError, ValueError) as error:

@@ -225,8 +225,7 @@ def _quantization(name: str, raw_config: dict[str, Any], device: Device) -> type
 def _check_weights(raw_config: dict[str, Any], weight_format: CheckpointFormat | None) -> None:
     """Raises ConfigError for several ranks if weights are quantised by a method that is left to transformers."""
     if weight_format is None and (own := raw_config.get("quantization_config")):
-        method = own.get("quant_method") if isinstance(own, dict) else own
-        raise refused(f"checkpoints that are quantised by {method!r} are supported for one rank only")
+        raise refused(f"checkpoints that are quantised by {own.get('quant_method')!r} are supported for one rank only")
 
 
 def _of_all_ranks(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from common.engine.quantization.base import QuantizedLinear
+from typing import TYPE_CHECKING
+
 from common.engine.registry import Registry
+
+if TYPE_CHECKING:  # settings are checked in processes that do not import torch
+    from common.engine.quantization.base import QuantizedLinear
 
 QUANTIZATIONS: Registry[type[QuantizedLinear]] = Registry(
     "quantization",

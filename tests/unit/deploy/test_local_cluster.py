@@ -485,6 +485,12 @@ def test_models_that_propose_drafts_are_fetched_too(tmp_path: Path) -> None:
         main(["--dry-run", "--speculative", f"draft:model={tmp_path}/none"])
 
 
+def test_an_unknown_quantization_is_an_error_before_anything_starts() -> None:
+    assert parse_cluster(["--quantization", "a.package:Linear"]).config.engine.model.quantization == "a.package:Linear"
+    with pytest.raises(ConfigError, match=r"--quantization: 'int7' is none of int8, int8-dynamic, and not a module"):
+        parse_cluster(["--quantization", "int7"])
+
+
 def test_all_pods_get_the_adapters_which_are_fetched_once(tmp_path: Path) -> None:
     given = ["--lora-modules", "polite=/models/polite", "--lora-modules", "terse=a/terse"]
     command = parse_cluster(["a/b", *given])

@@ -29,8 +29,10 @@ def find_format(raw_config: Mapping[str, Any], weight_files: Sequence[Path] = ()
     if any(path.suffix == GGUF_SUFFIX for path in weight_files):
         return GGUF()
     settings = raw_config.get("quantization_config")
-    if not isinstance(settings, dict):
+    if settings is None:
         return None
+    if not isinstance(settings, dict):
+        raise ConfigError.of("model", f"quantization_config in config.json is not an object: {settings!r}")
     method = settings.get("quant_method")
     if method in _FORMATS:
         return _CLASSES.find(str(method))(settings)

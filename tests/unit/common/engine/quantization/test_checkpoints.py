@@ -67,6 +67,12 @@ def test_a_gguf_file_with_one_tensor_changed_is_another_model(tensor: str, tmp_p
     assert len(found) == 2
 
 
+def test_a_quantization_config_that_is_no_object_is_named(tmp_path: Path) -> None:
+    directory = changed(tmp_path / "model", {}, quantization_config="awq")
+    with pytest.raises(ConfigError, match=r"^--model: quantization_config in config.json is not an object: 'awq'$"):
+        load_model(ModelConfig(model=str(directory)))
+
+
 @pytest.mark.parametrize(
     ("tensor", "settings"),
     [
