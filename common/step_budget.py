@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, overload
 
 from common.step_times import Line
 
-Column = NDArray[np.float64]
+if TYPE_CHECKING:  # settings and fronts of pods, which import this, do without
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Column = NDArray[np.float64]
 
 KNEE_LOSS = 0.02  # of the throughput of an endless step
 # The ITL target of an engine that is given none. Readers hardly notice gaps below the shortest, and above the longest a

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from common.config import parse, report_config_error
 from common.engine.client import create_client
 from common.errors import ConfigError
-from common.pod.node import run_pod_node
 from common.pod.runtime import PodRuntime, run_pod
 from decode_service.config import DecodeConfig
 from decode_service.front import DecodeFront
@@ -26,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             examples=("baton serve decode --host 10.0.0.2 --port 7002 --connector-path /mnt/kv",),
         ).named("decode")
         if config.parallel.node_rank:
+            from common.pod.node import run_pod_node  # numpy, which a pod need not wait for
+
             return run_pod_node(config)
         pod = build(config)
     except ConfigError as error:

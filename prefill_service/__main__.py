@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from common.config import parse, report_config_error
 from common.engine.client import create_client
 from common.errors import ConfigError
-from common.pod.node import run_pod_node
 from common.pod.runtime import PodRuntime, run_pod
 from prefill_service.config import PrefillConfig
 from prefill_service.front import PrefillFront
@@ -26,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             examples=("baton serve prefill --host 10.0.0.1 --port 7001 --connector-path /mnt/kv",),
         ).named("prefill")
         if config.parallel.node_rank:
+            from common.pod.node import run_pod_node  # numpy, which a pod need not wait for
+
             return run_pod_node(config)
         pod = build(config)
     except ConfigError as error:

@@ -30,7 +30,7 @@ from router.gateway.grpc.administration import AdminServicer
 from router.gateway.grpc.servicer import InferenceServicer
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
-from router.pods import Cluster
+from router.pods.cluster import Cluster
 from router.security.access import AccessControl
 from router.security.bodies import BodyBudget
 from router.security.grpc_guard import ApiKeyInterceptor

@@ -18,7 +18,7 @@ from planning.simulator.clock import Clock
 from planning.simulator.pod import Listener, PodRequest, SimulatedPod
 from planning.simulator.router import Setting, SimulatedRouter
 from planning.simulator.trace import Session, Trace, Turn
-from router.pods import PodClaim
+from router.pods.load import PodClaim
 
 _REPORT_S = 0.05  # least time between two reports of a pod
 

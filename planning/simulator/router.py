@@ -20,7 +20,7 @@ from router.placing.estimates import Estimates
 from router.placing.index import PrefixIndex
 from router.placing.planner import Placement, Plan, Planner, Query
 from router.placing.policies import Leg, PodFacts, PodTable
-from router.pods import PodClaim, PodLoad, Share
+from router.pods.load import PodClaim, PodLoad, Share
 from router.requests.terms import Terms
 
 _NO_LIMIT_S = 3600.0

@@ -38,7 +38,9 @@ from router.placing.config import RoutingConfig
 from router.placing.estimates import Estimates
 from router.placing.planner import NO_PREFILL_POD, Placement, Plan, Planner, Query
 from router.placing.policies import Leg
-from router.pods import ModelFacts, ModelPods, Pod, PodClaim, Share
+from router.pods.load import PodClaim, Share
+from router.pods.model_pods import ModelFacts, ModelPods
+from router.pods.pod import Pod
 from router.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)

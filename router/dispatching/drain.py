@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Collection
 from typing import Protocol
 
-from router.pods import Cluster, Pod, PodState
+from router.pods.cluster import Cluster
+from router.pods.pod import Pod, PodState
 
 
 class Movable(Protocol):

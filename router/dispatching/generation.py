@@ -40,7 +40,7 @@ from router.dispatching.retries import Retries
 from router.dispatching.token_log import OutputDelta
 from router.dispatching.validity import checked_report, invalid_end, invalid_tokens
 from router.placing.planner import Plan
-from router.pods import Pod
+from router.pods.pod import Pod
 from router.requests.request import STRUCTURED, GenerationRequest, SpeculationCounts
 from router.timelines.timeline import Timeline
 

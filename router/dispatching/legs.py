@@ -13,7 +13,9 @@ from common.pb import common_pb2, pods_pb2
 from common.rpc.convert import sampling_to_pb
 from common.types import SamplingParams
 from router.dispatching.dispatcher import Route
-from router.pods import DecodeSession, DeltaSink, Pod, PodClaim
+from router.pods.load import PodClaim
+from router.pods.pod import Pod
+from router.pods.session import DecodeSession, DeltaSink
 from router.requests.request import GenerationRequest
 from router.tracing.spans import leg_context
 

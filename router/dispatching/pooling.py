@@ -27,7 +27,7 @@ from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.validity import checked_seconds
 from router.fairness.queue import Ticket
 from router.metrics import RouterMetrics
-from router.pods import Pod
+from router.pods.pod import Pod
 from router.requests.request import GenerationRequest
 from router.timelines.timeline import Timeline
 from router.tracing.spans import leg_context

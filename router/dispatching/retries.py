@@ -8,7 +8,7 @@ from common.errors import BatonError, OverloadedError, UnavailableError
 from router.dispatching.attempts import Attempts, Backoff
 from router.dispatching.dispatcher import Dispatcher
 from router.dispatching.migrations import MigrationSlot
-from router.pods import Pod
+from router.pods.pod import Pod
 
 
 class Retries:

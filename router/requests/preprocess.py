@@ -40,7 +40,7 @@ from router.fairness.queue import Ticket
 from router.fairness.tenant import Tenant
 from router.fairness.threads import FairThreads
 from router.metrics import GenerationMetrics
-from router.pods import ModelFacts, ModelPods
+from router.pods.model_pods import ModelFacts, ModelPods
 from router.requests.bounds import MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
 from router.requests.ids import check_request_id
 from router.requests.request import (

@@ -32,7 +32,8 @@ from common.errors import (
 )
 from common.types import AdapterName
 from router.fairness.tenant import Tenant
-from router.pods import Cluster, Pod, PodState
+from router.pods.cluster import Cluster
+from router.pods.pod import Pod, PodState
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.serving.administration import by_operator
 from router.serving.config import is_model_name

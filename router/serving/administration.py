@@ -7,7 +7,8 @@ import logging
 
 from common.errors import BatonError, UnavailableError, UnknownPodError, quoted
 from router.fairness.tenant import Tenant
-from router.pods import Cluster, Pod
+from router.pods.cluster import Cluster
+from router.pods.pod import Pod
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from common.pb import pods_pb2
-from router.pods import Pod
+from router.pods.pod import Pod
 from router.serving.served_model import ServedModel
 from router.timelines.book import TimelineBook
 from router.timelines.timeline import Timeline

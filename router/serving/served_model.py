@@ -13,7 +13,7 @@ from router.admission.gate import Gate
 from router.admission.room import Room
 from router.dispatching.dispatcher import Dispatcher
 from router.metrics import RouterMetrics
-from router.pods import ModelPods
+from router.pods.model_pods import ModelPods
 from router.replies.reply import ReplyParsing
 from router.requests.preprocess import Preprocessor
 from router.requests.request import Draft, GenerationRequest

@@ -38,7 +38,8 @@ from router.fairness.tenant import Tenant
 from router.fairness.turns import others_turn
 from router.metrics import RouterMetrics
 from router.placing.planner import Plan
-from router.pods import Cluster, ModelPods
+from router.pods.cluster import Cluster
+from router.pods.model_pods import ModelPods
 from router.requests.bounds import MAX_MODEL_CHARS
 from router.requests.preprocess import choice_id
 from router.requests.request import Draft, GenerationRequest

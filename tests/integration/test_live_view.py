@@ -18,7 +18,7 @@ from common.rpc.channel import open_channel
 from router.config import RouterConfig
 from router.placing.config import RoutingConfig
 from router.placing.index import PrefixIndex
-from router.pods import Pod
+from router.pods.pod import Pod
 from router.pods.stats import follow_stats
 from router.runtime import Router
 from router.serving.config import ServingConfig

@@ -10,7 +10,7 @@ import msgspec
 
 from common.config import build
 from router.config import RouterConfig
-from router.pods import PodState
+from router.pods.pod import PodState
 from router.runtime import Router
 
 

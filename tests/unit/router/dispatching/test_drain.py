@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from router.dispatching.drain import DrainWatch
-from router.pods import PodState
+from router.pods.pod import PodState
 
 
 class Pod:

@@ -12,7 +12,8 @@ from common.pb import pods_pb2
 from router.dispatching.config import SurvivalConfig
 from router.dispatching.migrations import MAX_CONCURRENT_MIGRATIONS
 from router.fairness.tenant import Tenant
-from router.pods import DecodeSession, PodState
+from router.pods.pod import PodState
+from router.pods.session import DecodeSession
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.dispatching.test_two_legs import BODY, TOKENS, Stream, text  # noqa: F401  (a fixture)
 from tests.unit.router.router_cluster import until

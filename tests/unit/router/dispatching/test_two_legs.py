@@ -19,7 +19,7 @@ from router.dispatching.generation import Generation
 from router.fairness.tenant import Tenant
 from router.gateway import completions
 from router.gateway import endpoint as endpoint_module
-from router.pods import DecodeSession
+from router.pods.session import DecodeSession
 from router.requests.ids import RunningIds
 from router.requests.request import Draft, TokenPrompt
 from router.requests.terms import Terms

@@ -11,7 +11,7 @@ import pytest
 
 from common.pb import pods_pb2
 from router.admission.config import AdmissionConfig
-from router.pods import PodState
+from router.pods.pod import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.dispatching.test_two_legs import BODY, Stream
 from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer, key_file  # noqa: F401  (a fixture)

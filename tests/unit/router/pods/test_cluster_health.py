@@ -10,7 +10,7 @@ from common.errors import UnavailableError
 from common.pb import common_pb2, pods_pb2
 from router.config import RouterConfig
 from router.placing.config import RoutingConfig
-from router.pods import Pod, PodState
+from router.pods.pod import Pod, PodState
 from router.serving.config import ServingConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 

@@ -13,7 +13,9 @@ from common.errors import UnavailableError
 from router.discovery import Endpoint
 from router.metrics import RouterMetrics
 from router.placing.index import PrefixIndex
-from router.pods import Cluster, PodClaim, PodState, Share
+from router.pods.cluster import Cluster
+from router.pods.load import PodClaim, Share
+from router.pods.pod import PodState
 from router.pods.stall import StallWatch
 from router.testing import FakeDecodePod, FakePrefillPod
 

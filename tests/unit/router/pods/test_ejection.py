@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import NonFiniteError, OverloadedError, UnavailableError
 from common.pb import pods_pb2
-from router.pods import PodState
 from router.pods.config import HealthConfig
+from router.pods.pod import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.unit.router.pods.test_pod_health import Request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.pb import pods_pb2
 from common.types import hash_prompt, root_hash
-from router.pods import PodState
+from router.pods.pod import PodState
 from router.testing import FakeDecodePod
 from tests.pods import wait_for
 

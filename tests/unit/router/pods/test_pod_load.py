@@ -8,7 +8,7 @@ from common.pb import pods_pb2
 from common.step_times import StepTimes
 from router.placing.index import PrefixIndex
 from router.placing.policies import PodTable
-from router.pods import PodClaim, PodLoad, Share
+from router.pods.load import PodClaim, PodLoad, Share
 from router.pods.pod_engine import join_reports
 from tests.unit.router.placing.pod_tables import FACTS
 

@@ -8,7 +8,7 @@ import pytest
 from common.errors import PermissionDeniedError
 from common.pb import admin_pb2, admin_pb2_grpc, pods_pb2
 from common.rpc.errors import from_rpc_error
-from router.pods import PodState
+from router.pods.pod import PodState
 from router.testing import FakeDecodePod, FakePrefillPod
 from tests.pods import wait_for
 from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer

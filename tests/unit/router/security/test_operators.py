@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from router.pods import PodState
+from router.pods.pod import PodState
 from tests.unit.router.security.conftest import ALICE, OPERATOR, bearer
 
 BODY = {"prompt": [600], "max_tokens": 2}

@@ -10,7 +10,7 @@ import pytest
 from common.errors import UnknownModelError
 from common.pb import pods_pb2
 from common.types import AdapterName, hash_prompt, root_hash
-from router.pods import PodState
+from router.pods.pod import PodState
 from router.requests.request import TokenPrompt
 from router.testing import FakeDecodePod, FakePrefillPod, counting_reply
 from tests.pods import wait_for

@@ -12,7 +12,7 @@ import pytest
 from common.demo_model import demo_model_path
 from common.pb import inference_pb2, inference_pb2_grpc
 from router.admission.config import AdmissionConfig
-from router.pods import PodState
+from router.pods.pod import PodState
 from router.serving.config import ModelsConfig
 from router.testing import FakeDecodePod, FakePrefillPod
 
