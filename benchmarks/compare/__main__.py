@@ -10,7 +10,8 @@ rounded to other tokens, in bfloat16 often.
 With int8 the sides compute less of the same. Baton (`--quantization int8`) has int8 weights in all linear layers, and
 activations in bfloat16 if the processor multiplies that, else in float32. vLLM loads a checkpoint of compressed-tensors
 with the same int8 weights, but rounds activations to int8 for each product, too (W8A8), and keeps the output layer in
-bfloat16: other tokens are to be expected. With int8-dynamic Baton rounds activations as well. Sides of transformers
+bfloat16: other tokens are to be expected. With int8-dynamic Baton rounds activations as well. With q4_k Baton and
+llama.cpp load one GGUF file, and no other side takes part. Sides of transformers
 take no part in either.
 
     baton           the engine in its process, as `baton.LLM` runs it
@@ -47,7 +48,7 @@ from benchmarks.compare import offline, pooling, report, speculation
 from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
 from benchmarks.compare.limits import ON_GPU, Limits, measure_limits, work_of
 from benchmarks.compare.offline import Measure, Row, measure_model
-from benchmarks.compare.peers import MAIN_NAMES, NAMES, python_of
+from benchmarks.compare.peers import MAIN_NAMES, NAMES, TCMALLOC, python_of
 from benchmarks.compare.serving import LOADS, ServingRow, measure_serving
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.models import SHAPES, make_random_model, write_tokenizer
@@ -60,7 +61,7 @@ _MODELS = ["0.6B", "8B"] if ON_GPU else ["demo", "100M", "0.6B"]
 _SECTIONS = {"offline": _MODELS, "embeddings": ["100M"], "serving": ["100M"]}
 if not ON_GPU:  # whose memory is shared out between one engine of Baton and one of vLLM
     _SECTIONS["speculation"] = ["0.6B"]
-_DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8", "int8-dynamic"]
+_DTYPES = ["bfloat16"] if ON_GPU else ["float32", "bfloat16", "int8", "int8-dynamic", "q4_k"]
 
 
 def main() -> int:
@@ -78,7 +79,9 @@ def main() -> int:
     models = {section: args.models or _SECTIONS[section][: 2 if args.quick else None] for section in sections}
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
     machine = describe_torch_machine()
-    dtypes = args.dtypes or [name for name in _DTYPES if not (args.quick and name.startswith("int8"))]
+    if "vllm" in names and not ON_GPU:
+        machine["vLLM's allocator"] = TCMALLOC or "glibc's, as tcmalloc is not installed (libtcmalloc-minimal4)"
+    dtypes = args.dtypes or [name for name in _DTYPES if not args.quick or PRECISIONS[name].quantization is None]
     precisions = [PRECISIONS[name] for name in dtypes]
     limits = {precision.name: measure_limits(precision.dtype) for precision in precisions}
     drawing = args.markdown.with_suffix(".svg") if args.markdown else Path("compare.svg")
@@ -130,7 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", nargs="+", type=_model, help=f"demo, 100M, 0.6B, 8B, or directories; default: {_SECTIONS}"
     )
-    parser.add_argument("--dtypes", nargs="+", choices=PRECISIONS, help=f"default: {_DTYPES}; with --quick no int8")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=PRECISIONS,
+        help=f"default: {_DTYPES}; with --quick those of no quantised weights",
+    )
     parser.add_argument("--sides", nargs="+", choices=NAMES, help=f"default: all; with --quick {MAIN_NAMES}")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
     parser.add_argument("--serving-repeats", type=int, default=3)

@@ -3,7 +3,7 @@
 Baton rounds weights to int8 as it loads a model. vLLM loads a checkpoint whose weights are int8 already; it is written
 here in the format of compressed-tensors, with the same rounding. vLLM's int8 kernels for CPUs multiply int8 with int8
 (W8A8), so the checkpoint has it round activations as well, with a scale for each token. The output layer stays as it
-is.
+is. With q4_k, Baton and llama.cpp load one GGUF file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _COMPRESSED_TENSORS = {
 }
 
 
-_GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}
+_GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "q4_k": "Q4_K"}
+_WEIGHT_SIZES = {"int8": 1.0, "int8-dynamic": 1.0, "q4_k": 144 / 256}  # bytes; of q4_k a block has 256
 
 
 class Precision(NamedTuple):
@@ -52,9 +53,9 @@ class Precision(NamedTuple):
     quantization: str | None = None
 
     @property
-    def weight_size(self) -> int:
+    def weight_size(self) -> float:
         """Bytes of a weight of a linear layer."""
-        return 1 if self.quantization else self.dtype_size
+        return self.dtype_size if self.quantization is None else _WEIGHT_SIZES[self.quantization]
 
     @property
     def dtype_size(self) -> int:
@@ -64,6 +65,8 @@ class Precision(NamedTuple):
 
     def suits(self, side: str) -> bool:
         """Whether a side can compute in it."""
+        if self.quantization == "q4_k":
+            return side.startswith(("baton", "llamacpp"))
         if side in ("openvino", "llamacpp"):
             return self.quantization != "int8-dynamic"
         return not side.startswith(("transformers", "generate_batch")) or self.quantization is None
@@ -76,6 +79,7 @@ PRECISIONS = {
         Precision("bfloat16", "bfloat16"),
         Precision("int8", "bfloat16" if MULTIPLIES_PAIRS else "float32", "int8"),
         Precision("int8-dynamic", "bfloat16" if MULTIPLIES_PAIRS else "float32", "int8-dynamic"),
+        Precision("q4_k", "bfloat16" if MULTIPLIES_PAIRS else "float32", "q4_k"),
     )
 }
 
@@ -90,12 +94,13 @@ class Checkpoint(NamedTuple):
 
 def checkpoint_of(side: str, directory: Path, precision: Precision, scratch: Path) -> Checkpoint:
     """A model's checkpoint for one of the sides; written to `scratch` if it is one of its own and is not there yet."""
-    if side == "llamacpp":
+    if side == "llamacpp" or precision.quantization == "q4_k":
         kind = _GGUF_TYPES[precision.name]
-        file = scratch / f"{directory.name}-{kind}.gguf"
-        if not file.exists():
-            write_gguf(directory, file, kind)
-        return Checkpoint(file, precision.dtype, None)
+        packed = scratch / f"{directory.name}-{kind}"
+        if not packed.exists():
+            _start_checkpoint(directory, packed, {})
+            write_gguf(directory, packed / "model.gguf", kind)
+        return Checkpoint(packed / "model.gguf" if side == "llamacpp" else packed, precision.dtype, None)
     if not side.startswith("vllm") or precision.quantization is None:
         return Checkpoint(directory, precision.dtype, precision.quantization)
     quantized = scratch / f"{directory.name}-int8"

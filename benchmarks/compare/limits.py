@@ -76,7 +76,7 @@ def work_of(directory: Path, precision: Precision) -> Work:
     head_weights = config["vocab_size"] * hidden
     return Work(
         vocab_size=config["vocab_size"],
-        weight_bytes=(layer_weights + head_weights) * precision.weight_size,
+        weight_bytes=round((layer_weights + head_weights) * precision.weight_size),
         kv_bytes=2 * layers * keys * precision.dtype_size,
         layer_weights=layer_weights,
         head_weights=head_weights,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import os
 import sys
@@ -15,6 +16,7 @@ from benchmarks.harness.checkouts import ROOT
 from benchmarks.harness.processes import Child
 
 PEERS = ROOT / ".venv-peers"  # of `make peers`
+TCMALLOC = ctypes.util.find_library("tcmalloc_minimal")  # as vLLM's documentation recommends; Debian has it
 _OWN = {name: ROOT / f".venv-peers-{name}" for name in ("openvino", "llamacpp")}  # likewise
 NAMES = ("baton", "vllm", "openvino", "llamacpp", "transformers", "generate_batch", "invariant")
 MAIN_NAMES = ("baton", "vllm", "transformers")  # what --quick measures
@@ -40,7 +42,7 @@ def python_of(name: str) -> Python | None:
         return Python(
             str(interpreter),
             {
-                "LD_PRELOAD": str(PEERS / "lib" / "libiomp5.so"),
+                "LD_PRELOAD": ":".join(filter(None, (TCMALLOC, str(PEERS / "lib" / "libiomp5.so")))),
                 "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
                 "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
                 "VLLM_NO_USAGE_STATS": "1",

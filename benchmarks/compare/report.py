@@ -118,7 +118,8 @@ def _pairs(names: Collection[str]) -> list[tuple[str, str]]:
 def _tokens(row: Row) -> str:
     """Names the sides whose tokens are not Baton's."""
     different = [
-        _TITLES[name] + " (by design)" * (name in ("vllm", "openvino", "llamacpp") and row.precision.startswith("int8"))
+        _TITLES[name]
+        + " (by design)" * (name in ("vllm", "openvino", "llamacpp") and row.precision not in ("float32", "bfloat16"))
         for name, same in row.same_tokens.items()
         if not same
     ]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
 from benchmarks.compare.limits import work_of
 from benchmarks.compare.offline import Row
+from benchmarks.compare.peers import NAMES
 from benchmarks.compare.report import offline_columns, offline_row, plot, speculation_columns, speculation_row
 from benchmarks.compare.speculation import MEASURES
 from tests.tiny_models import tiny_model_dir
@@ -41,6 +42,15 @@ def test_the_int8_checkpoint_of_vllm_has_the_weights_of_the_model(tmp_path: Path
     config = json.loads((directory / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert config["hidden_size"] == json.loads((source / "config.json").read_text())["hidden_size"]
+
+
+def test_baton_and_llama_cpp_load_one_file_of_q4_k(tmp_path: Path) -> None:
+    source, precision = tiny_model_dir("qwen3"), PRECISIONS["q4_k"]
+    assert [side for side in NAMES if precision.suits(side)] == ["baton", "llamacpp"]
+    directory, _, quantization = checkpoint_of("baton", source, precision, tmp_path)
+    assert checkpoint_of("llamacpp", source, precision, tmp_path).directory == directory / "model.gguf"
+    assert quantization is None
+    assert not list(directory.glob("*.safetensors"))
 
 
 def test_the_limit_of_int8_reads_a_byte_for_each_weight() -> None:
