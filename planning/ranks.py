@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,11 @@ from transformers import AutoConfig
 from common.engine.config import KVCacheDType, ParallelConfig
 from common.engine.contract.kv_groups import QUANTIZED_KV, row_numbers_of
 from common.engine.model.parallel_plan import Heads, Place, heads_of
+from common.engine.model.pooling import read_checkpoint
 from common.engine.model.rank_loader import outline_of, weight_bytes
 from common.errors import ConfigError, ModelLoadError
 
-PROCESS_BYTES = 426 << 20  # of a rank on a CPU, beside its weights and KV cache
+PROCESS_BYTES = 404 << 20  # of a rank on a CPU, beside its weights and KV cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MIB = 1 << 20
 
@@ -91,6 +93,7 @@ def rank_table(
     if kv_cache_dtype != "auto" and _has_latents(text):
         raise ConfigError.of("kv_cache_dtype", f"{kv_cache_dtype}, but {model} keeps latents, which are not quantised")
     kind, kv_dtype = DTYPES[name], QUANTIZED_KV.get(kv_cache_dtype, name)
+    has_text_head = read_checkpoint(Path(model), config.to_dict(), config).has_text_head
     whole = _kv_per_token(text, heads_of(config, 1), kv_dtype, text.num_hidden_layers)
     sizes, refused = [], {}
     for degree in degrees:
@@ -100,7 +103,7 @@ def rank_table(
                 pipeline_parallel_size=pipeline_parallel_size,
                 enable_expert_parallel=enable_expert_parallel,
             )
-            sizes.append(_sizes_of(config, text, kind, kv_dtype, parallel))
+            sizes.append(_sizes_of(config, text, kind, kv_dtype, parallel, has_text_head=has_text_head))
         except (ConfigError, ValueError) as error:  # the latter from settings that exclude each other
             refused[degree] = str(error)
     if not sizes:
@@ -109,12 +112,15 @@ def rank_table(
     return RankTable(model, name, kv_dtype, method is not None, whole, sizes, refused)
 
 
-def _sizes_of(config: Any, text: Any, dtype: torch.dtype, kv_dtype: str, parallel: ParallelConfig) -> RankSizes:
+def _sizes_of(
+    config: Any, text: Any, dtype: torch.dtype, kv_dtype: str, parallel: ParallelConfig, *, has_text_head: bool
+) -> RankSizes:
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     heads, experts = heads_of(config, size), Place(0, size) if parallel.enable_expert_parallel else None
     stages = []
     for stage in range(num_stages):
-        outline = outline_of(config, dtype, Place(0, size), experts, Place(stage, num_stages))
+        place = Place(stage, num_stages)
+        outline = outline_of(config, dtype, Place(0, size), experts, place, has_text_head=has_text_head)
         kv_per_token = _kv_per_token(text, heads, kv_dtype, len(outline.stage.layers))
         stages.append(StageSizes(weight_bytes(outline), kv_per_token))
     return RankSizes(parallel, stages)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +110,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "ranks", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_only_pools_has_no_head_for_text(tmp_path: Path) -> None:
+    source = tiny_model_dir("llama")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
+    (whole,), (bare,) = (rank_table(str(directory), [1], None).sizes for directory in (source, tmp_path))
+    assert whole.weights - bare.weights == 4 * config["vocab_size"] * config["hidden_size"]
