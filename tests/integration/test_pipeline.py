@@ -10,13 +10,12 @@ import pytest
 
 from common.engine.llm import LLM
 from common.engine.messages import AddRequest
-from common.engine.scheduler import scheduler
 from common.errors import EngineDeadError
 from common.types import RequestId, SamplingParams
 from tests.integration.handoff_rig import check_integrity
 from tests.integration.handoff_rig import generate as generate_tokens
 from tests.integration.ranks_rig import assert_same, generate, open_llm
-from tests.integration.speculation_rig import AllDrafts
+from tests.integration.speculation_rig import ask_and_verify_always
 from tests.rank_processes import ranks_of
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
@@ -25,7 +24,7 @@ from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 def pair() -> Iterator[LLM]:
     """Two stages, with drafts, all of which are verified."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scheduler, "DraftDepth", AllDrafts)
+        ask_and_verify_always(patched)
         with open_llm(pipeline_parallel_size=2, speculative="tests.extensions.proposer:create") as llm:
             yield llm
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,13 +20,12 @@ from common.engine.devices.host_memory import HostMemory
 from common.engine.llm import LLM
 from common.engine.messages import AddRequest
 from common.engine.model import kv_groups
-from common.engine.scheduler import scheduler
 from common.engine.worker.state_cache import StateCache
 from common.errors import ConfigError
 from common.types import RequestId, SampledToken, SamplingParams
 from tests.architectures.models import model_dir
 from tests.integration.handoff_rig import BLOCK_SIZE, CHUNK, Decoded, Handoffs, create_engine, generate, note_decoded
-from tests.integration.speculation_rig import AllDrafts
+from tests.integration.speculation_rig import ask_and_verify_always
 from tests.redis_server import RedisServer, running_redis
 from tests.tiny_models import prompt_of, random_model, reference_generate
 
@@ -81,19 +79,18 @@ def test_tokens_are_those_of_transformers(model: str, on: dict[str, str]) -> Non
     ],
 )
 def test_ranks_say_what_transformers_says(
-    model: str, num_ranks: int, num_stages: int, settings: dict[str, object]
+    model: str, num_ranks: int, num_stages: int, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, beside each other, in so few blocks that some may be preempted, and with prefix hits."""
+    ask_and_verify_always(monkeypatch)
     directory = model_dir(model, times=num_stages)
     prompts = [prompt_of(length) for length in (1, 11, 37, 38, 53)]
     with LLM(directory, block_size=16, num_blocks=512, num_threads=1) as llm:
         num_groups, of_states = len(llm.spec.layout.groups), num_states(llm)
     cuts = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
     num_blocks = 1 + 8 * (num_groups - of_states) + 6 * of_states
-    with (
-        mock.patch.object(scheduler, "DraftDepth", AllDrafts),
-        LLM(directory, block_size=16, num_blocks=num_blocks, max_num_batched_tokens=10, **cuts, **settings) as llm,
-    ):
+    limits = {"block_size": 16, "num_blocks": num_blocks, "max_num_batched_tokens": 10}
+    with LLM(directory, **limits, **cuts, **settings) as llm:
         for some in (prompts, prompts[-1:], prompts[-1:]):
             completions = llm.generate(some, GREEDY, use_tqdm=False)
             assert [completion.token_ids for completion in completions] == expected(directory, some)
@@ -302,13 +299,11 @@ def test_a_request_holds_few_blocks_of_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram:min=1", "suffix"])
-def test_wrong_drafts_leave_the_state_as_it_was(method: str) -> None:
+def test_wrong_drafts_leave_the_state_as_it_was(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_and_verify_always(monkeypatch)
     directory = model_dir("jamba")
     prompts = [prompt_of(length) for length in (1, 11, 33)]
-    with (
-        mock.patch.object(scheduler, "DraftDepth", AllDrafts),
-        LLM(directory, block_size=4, num_blocks=1024, num_threads=1, speculative=method) as llm,
-    ):
+    with LLM(directory, block_size=4, num_blocks=1024, num_threads=1, speculative=method) as llm:
         for _ in range(2):
             completions = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [completion.token_ids for completion in completions] == expected(directory, prompts)

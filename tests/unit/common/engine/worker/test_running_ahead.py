@@ -5,11 +5,10 @@ import pytest
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from common.engine.messages import AddRequest
-from common.engine.scheduler import scheduler
 from common.engine.speculation.fake import FakeProposer
 from common.engine.worker.sampling_step import SamplingStep
 from common.types import RequestId, SamplingParams
-from tests.integration.speculation_rig import AllDrafts
+from tests.integration.speculation_rig import ask_and_verify_always
 from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -95,7 +94,7 @@ def knowing_late(_):
 
 @pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
 def test_steps_run_ahead_until_there_are_drafts(device, monkeypatch):
-    monkeypatch.setattr(scheduler, "DraftDepth", AllDrafts)
+    ask_and_verify_always(monkeypatch)
     answer = reference_generate(tiny_model_dir("llama"), prompt_of(5), 20)
     ANSWER[:] = [*prompt_of(5), *answer]
     params = [SamplingParams(temperature=0.0, max_tokens=18)]
