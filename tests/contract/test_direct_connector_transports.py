@@ -21,7 +21,12 @@ TRANSPORTS = {  # UCX_TLS, and what UCX says it writes with; shared memory needs
 HEAD_DIMS = {"blocks of 24 KiB": 128, "blocks of 384 KiB": 2048}
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(
+    params=[
+        "what UCX takes by itself",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in TRANSPORTS if TRANSPORTS[name][1]),
+    ]
+)
 def carrier(request, monkeypatch):
     """What UCX is to say that it writes with."""
     allowed, carrier = TRANSPORTS[request.param]

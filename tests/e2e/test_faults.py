@@ -104,18 +104,19 @@ async def test_streams_of_a_stopped_engine_go_on_elsewhere_without_a_canary(tmp_
         cluster.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.cell(feature="streams go on elsewhere", degrees="2", fault="{victim} of a {role} pod gets {number.name}")
 @pytest.mark.parametrize(
     ("role", "victim", "number", "said"),
     [
         ("decode", "rank 1", signal.SIGKILL, "rank 1 of 2 was ended by SIGKILL"),
-        pytest.param("decode", "rank 1", signal.SIGSTOP, "rank 1 of 2 is stopped", marks=pytest.mark.slow),
-        pytest.param("prefill", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by SIGKILL", marks=pytest.mark.slow),
-        pytest.param("decode", "driver", signal.SIGKILL, "the engine process", marks=pytest.mark.slow),
-        pytest.param("decode", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by", marks=pytest.mark.slow),
-        pytest.param("prefill", "rank 1", signal.SIGKILL, "rank 1 of 2 was ended by", marks=pytest.mark.slow),
-        pytest.param("prefill", "driver", signal.SIGKILL, "the engine process", marks=pytest.mark.slow),
-        pytest.param("prefill", "rank 0", signal.SIGSTOP, "rank 0 of 2 is stopped", marks=pytest.mark.slow),
+        ("decode", "rank 1", signal.SIGSTOP, "rank 1 of 2 is stopped"),
+        ("prefill", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by SIGKILL"),
+        ("decode", "driver", signal.SIGKILL, "the engine process"),
+        ("decode", "rank 0", signal.SIGKILL, "rank 0 of 2 was ended by"),
+        ("prefill", "rank 1", signal.SIGKILL, "rank 1 of 2 was ended by"),
+        ("prefill", "driver", signal.SIGKILL, "the engine process"),
+        ("prefill", "rank 0", signal.SIGSTOP, "rank 0 of 2 is stopped"),
     ],
 )
 async def test_a_lost_rank_costs_nobody_an_answer(

@@ -152,7 +152,7 @@ def deeper(adapter: Path, directory: Path) -> Path:
     "settings",
     [
         {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.matrix),
         pytest.param({"tensor_parallel_size": 2, "cpu_kernels": "reference"}, marks=pytest.mark.matrix),
         pytest.param({"pipeline_parallel_size": 2, "cpu_kernels": "reference"}, marks=pytest.mark.matrix),
         pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.matrix),

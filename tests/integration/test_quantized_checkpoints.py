@@ -139,7 +139,9 @@ def test_what_is_refused_is_one_line(tmp_path: Path, name: str, changes: dict[st
     assert caught.value.param == "model"
 
 
-@pytest.mark.parametrize(("model", "kernels"), [("llama", "fused"), ("gemma2", "attention")])
+@pytest.mark.parametrize(
+    ("model", "kernels"), [("llama", "fused"), pytest.param("gemma2", "attention", marks=pytest.mark.matrix)]
+)
 def test_triton_kernels_take_the_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kernels: str
 ) -> None:

@@ -239,7 +239,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffMachine = HandoffMachine.TestCase
-TestHandoffMachine.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestHandoffMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 class TwoRanksMachine(HandoffMachine):

@@ -91,7 +91,7 @@ def test_what_cannot_be_joined():
 
 
 @pytest.mark.parametrize("shift", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_compute_the_same(kind, dtype, shift):
     for *sizes, order in ((96, 70, 16, False), (256, 192, 128, True)):

@@ -92,7 +92,7 @@ def knowing_late(_):
     return LateProposer(lambda known, _: ANSWER[len(known)], "right", 3, vocab_size=256)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.kernels), GPU], indirect=True)
 def test_steps_run_ahead_until_there_are_drafts(device, monkeypatch):
     ask_and_verify_always(monkeypatch)
     answer = reference_generate(tiny_model_dir("llama"), prompt_of(5), 20)

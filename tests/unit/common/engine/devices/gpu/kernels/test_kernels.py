@@ -121,7 +121,9 @@ def filled_cache(device, dtype, head_dim, block_size, num_kv_heads, planes=2):
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads"), [(16, 6, 2), (80, 3, 3)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_kv_heads"), [(16, 6, 2), pytest.param(80, 3, 3, marks=pytest.mark.kernels)]
+)
 def test_projections_are_normed_turned_cached_and_attended(device, has_norms, head_dim, num_heads, num_kv_heads):
     torch.manual_seed(0)
     cache, batch = filled_cache(device, torch.float32, head_dim, 16, num_kv_heads)
@@ -150,7 +152,7 @@ def test_projections_are_normed_turned_cached_and_attended(device, has_norms, he
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kept", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.kernels)])
 def test_projections_are_quantised_as_keys_and_values_are(device, kept):
     torch.manual_seed(0)
     head_dim, num_heads, num_kv_heads = 80, 6, 2
