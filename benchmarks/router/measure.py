@@ -135,6 +135,7 @@ def _idle_streams(plan: Plan, system: System, load: Child) -> Iterator[tuple[int
         opened = number
         yield number, Idle((system.router.own_bytes - before) / number)
     load.ask("close")
+    system.wait_until_idle()
     system.set_pace("0")
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 HOLD = "hold"  # each request gets its first token and then none
+IDLE = "idle"  # no order: confirmed when no request is left
 
 
 class Pace:
@@ -17,12 +18,21 @@ class Pace:
         self._next = 0.0
         self._changed = asyncio.Event()
         self.is_held = False
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def set(self, word: str) -> None:
         """HOLD, or seconds per step."""
         self.is_held = word == HOLD
         self._step_s = 0.0 if self.is_held else float(word)
         self.wake()
+
+    def note(self, num_requests: int) -> None:
+        """So many are left."""
+        if num_requests:
+            self._idle.clear()
+        else:
+            self._idle.set()
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -42,5 +52,8 @@ class Pace:
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
-            self.set(line.decode().strip())
+            if (word := line.decode().strip()) == IDLE:
+                await self._idle.wait()
+            else:
+                self.set(word)
             print("ok", flush=True)

@@ -119,6 +119,7 @@ class _DecodeServicer(pods_pb2_grpc.DecodeServicer):
                     if delta.finish_reason:
                         del running[delta.request_id]
                     buffer.put(delta.request_id, delta)
+                pace.note(len(running))
         finally:
             for task in tasks:
                 task.cancel()
@@ -135,6 +136,7 @@ class _DecodeServicer(pods_pb2_grpc.DecodeServicer):
                 case "abort":
                     new.pop(command.abort.request_id, None)
                     running.pop(command.abort.request_id, None)
+            self._pod.pace.note(len(new) + len(running))
 
 
 async def _serve(role: str, text: str = ANSWER) -> None:

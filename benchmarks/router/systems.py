@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.harness.checkouts import HERE, Checkout
 from benchmarks.harness.processes import Child, ChildEndedError, free_port
+from benchmarks.router.pace import IDLE
 from benchmarks.router.workload import ANSWER, MODEL
 
 _START_S = 300.0  # under a program that counts instructions
@@ -40,6 +41,12 @@ class System:
     def set_pace(self, word: str) -> None:
         """See Pace.set."""
         self.decode_side.tell(word)
+
+    def wait_until_idle(self) -> None:
+        """Returns when our pods have heard of all requests that clients gave up: as each step of very many requests
+        takes long, a pod that steps hears of few. Backends notice it themselves."""
+        if self.name == OURS:
+            self.decode_side.tell(IDLE)
 
     def ask_directly(self, load: Child, concurrency: int, count: int) -> Any:
         """One-token answers past the router."""
