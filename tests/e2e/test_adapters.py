@@ -112,6 +112,7 @@ def test_the_pages_lines_for_loading(cluster: Cluster, adapters: Path) -> None:
     assert printed.endswith("Success: LoRA adapter 'third' removed successfully.")
 
 
+@pytest.mark.slow
 def test_the_pages_lines_for_generation_offline(adapters: Path) -> None:
     lines = page_blocks("python")[1].replace("/tmp/adapters", str(adapters))
     subprocess.run([sys.executable, "-c", lines], cwd=ROOT, check=True, timeout=120)

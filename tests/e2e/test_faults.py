@@ -159,6 +159,7 @@ async def test_a_killed_engine_of_several_costs_nobody_an_answer(tmp_path: Path)
         cluster.check_integrity()
 
 
+@pytest.mark.slow
 async def test_corrupt_blocks_are_noticed_recomputed_and_counted(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
     # The decode pod must fetch the second request's blocks again: its own prefix cache is off.

@@ -49,10 +49,11 @@ async def complete(cluster: Cluster, prompts: Sequence[str], max_tokens: int = M
     return [completion.choices[0].text for completion in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--connector", "redis"), marks=pytest.mark.slow),
+        ("--connector", "redis"),
         ("--connector", "nixl", "--connector-options", "store=redis", "--connector-options", "host_bytes=64MiB"),
     ],
     ids=["redis", "nixl with redis below host memory"],

@@ -64,7 +64,7 @@ def test_requests_may_leave_steps_in_flight_and_come_back(pair: LLM) -> None:
     ("architecture", "num_stages", "num_ranks", "settings"),
     [
         pytest.param("llama", 3, 1, {}, marks=pytest.mark.matrix),
-        ("llama", 2, 2, {}),
+        pytest.param("llama", 2, 2, {}, marks=pytest.mark.matrix),
         pytest.param("gemma2", 2, 1, {"cpu_kernels": "reference"}, marks=pytest.mark.matrix),
     ],
 )

@@ -23,6 +23,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_without_the_compiler_which_is_there_afterwards():
     run("""
 with without_compiler():
