@@ -34,7 +34,7 @@ test: lint
 test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
 
-## Unit and integration tests beside two spinning processes per core, three times: none decides by time. An hour and a half.
+## Unit and integration tests beside two spinning processes per core, three times: none decides by time. Two hours.
 test-busy: $(DEV)
 	$(BIN)/python -m tests.busy --runs 3 -n 4 --dist loadfile --timeout 900 tests/unit tests/integration $(ARGS)
 

@@ -31,7 +31,7 @@ def spinning(number: int) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Shows a failure at once: a run takes half an hour, and may be ended before its summary."""
+    """Shows a failure at once: a run takes more than half an hour, and may be ended before its summary."""
     if report.failed:
         sys.stderr.write(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n")
 
