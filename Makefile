@@ -44,7 +44,7 @@ test-deploy: $(DEV)
 	$(BIN)/pytest -m "deploy or not deploy" tests/deploy $(ARGS)
 
 ## The CPU kernels, and the Triton kernels in Triton's interpreter, in every shape of heads and blocks; then the CPU kernels
-## with the instructions of older processors. Fifteen minutes.
+## with the instructions of older processors. Up to an hour.
 test-kernels: $(DEV)
 	$(BIN)/pytest -n 2 -m "not gpu" tests/unit/common/engine/devices/cpu/kernels tests/unit/common/engine/devices/gpu/kernels tests/unit/common/engine/devices/test_kv_quantization.py tests/unit/common/engine/devices/test_attention.py tests/unit/common/engine/worker tests/integration/test_batch_invariance_on_gpus.py $(ARGS)
 	$(BIN)/python -m tests.each_isa -n 2 tests/unit/common/engine/devices/cpu tests/unit/common/engine/devices/test_kv_quantization.py tests/unit/common/engine/devices/test_attention.py tests/unit/common/engine/worker $(ARGS)
