@@ -11,8 +11,8 @@ With int8 the sides compute less of the same. Baton (`--quantization int8`) has 
 activations in bfloat16 if the processor multiplies that, else in float32. vLLM loads a checkpoint of compressed-tensors
 with the same int8 weights, but rounds activations to int8 for each product, too (W8A8), and keeps the output layer in
 bfloat16: other tokens are to be expected. With int8-dynamic Baton rounds activations as well. With q4_k Baton and
-llama.cpp load one GGUF file, and no other side takes part. Sides of transformers
-take no part in either.
+llama.cpp load one GGUF file, in batches only, and no other side takes part. Sides of transformers take no part in
+any of these.
 
     baton           the engine in its process, as `baton.LLM` runs it
     vllm            vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)
@@ -112,13 +112,15 @@ def main() -> int:
             page.add(*table(report.speculation_columns(engines)))
         for model in models.get("speculation", ()):
             directory = _counting(model, logs)
-            for row in _measure(model, directory, precisions, engines, speculation.MEASURES, repeats, limits, logs):
+            shared = _shared(precisions, engines)
+            for row in _measure(model, directory, shared, engines, speculation.MEASURES, repeats, limits, logs):
                 page.add(report.speculation_row(row))
         if "serving" in models:
             servers = [name for name in names if name in ("baton", "vllm")]
             page.section("Serving")
             page.add(*table(report.serving_columns(servers)))
-            for served in _serving(models["serving"], precisions, servers, args.serving_repeats, logs):
+            shared = _shared(precisions, servers)
+            for served in _serving(models["serving"], shared, servers, args.serving_repeats, logs):
                 page.add(*report.serving_rows(served))
     page.write(args.markdown)
     if args.markdown:
@@ -137,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtypes",
         nargs="+",
         choices=PRECISIONS,
-        help=f"default: {_DTYPES}; with --quick those of no quantised weights",
+        help=f"default: {_DTYPES}; with --quick none with quantised weights",
     )
     parser.add_argument("--sides", nargs="+", choices=NAMES, help=f"default: all; with --quick {MAIN_NAMES}")
     parser.add_argument("--repeats", type=int, help=f"default: {_REPEATS}, with --quick {_QUICK_REPEATS}")
@@ -167,6 +169,11 @@ def _counting(model: str, scratch: Path) -> Path:
     directory = scratch / f"{source.name}-counting"
     write_counting(source, directory)
     return directory
+
+
+def _shared(precisions: Sequence[Precision], names: Sequence[str]) -> list[Precision]:
+    """Returns those in which all sides take part."""
+    return [precision for precision in precisions if all(map(precision.suits, names))]
 
 
 def _checkpoints(directory: Path, precision: Precision, names: Sequence[str], scratch: Path) -> dict[str, Checkpoint]:

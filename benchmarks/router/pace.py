@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 HOLD = "hold"  # each request gets its first token and then none
 IDLE = "idle"  # no order: confirmed when no request is left
+_IDLE_S = 60.0
 
 
 class Pace:
@@ -48,12 +49,13 @@ class Pace:
         await asyncio.sleep(self._next - now)
 
     async def obey(self) -> None:
-        """Take orders until stdin ends, and confirm each."""
+        """Take orders until stdin ends, and confirm each. Raises TimeoutError if requests are left for too long."""
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
             if (word := line.decode().strip()) == IDLE:
-                await self._idle.wait()
+                async with asyncio.timeout(_IDLE_S):
+                    await self._idle.wait()
             else:
                 self.set(word)
             print("ok", flush=True)

@@ -23,8 +23,9 @@ HEAD_DIMS = {"blocks of 24 KiB": 128, "blocks of 384 KiB": 2048}
 
 @pytest.fixture(
     params=[
+        pytest.param("tcp", marks=pytest.mark.matrix),
+        pytest.param("shared memory", marks=pytest.mark.matrix),
         "what UCX takes by itself",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in TRANSPORTS if TRANSPORTS[name][1]),
     ]
 )
 def carrier(request, monkeypatch):

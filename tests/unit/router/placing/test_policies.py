@@ -71,6 +71,16 @@ def test_a_table_shows_pods_as_they_come_and_go_and_change():
     assert table.columns().num_requests.tolist() == [0, 1]
 
 
+def test_a_prediction_is_of_the_load_that_pods_have_now():
+    table = PodTable()
+    row = table.add(FACTS, IDLE)
+    idle = candidates_of(table, leg=Leg.WHOLE).prediction
+    row.update(IDLE._replace(num_requests=50, context_tokens=1e6, slowness=2))
+    busy = candidates_of(table, leg=Leg.WHOLE).prediction
+    assert busy.itl_s[0] > 2 * idle.itl_s[0]
+    assert busy.prefill_s[0] > 2 * idle.prefill_s[0]
+
+
 def test_least_loaded_weighs_load_against_size():
     table = table_of(small={"num_requests": 5, "max_num_seqs": 10}, big={"num_requests": 10, "max_num_seqs": 1000})
     assert chosen(create_policy("least_loaded"), candidates_of(table), 2) == ["big", "big"]
