@@ -244,7 +244,7 @@ async def running_cluster(
             prefill=[*(pod.address for pod in prefill), *further_prefill],
             decode=[*(pod.address for pod in decode), *further_decode],
             serving=ServingConfig(served_models=ModelsConfig(model=str(directory)), routing=routing),
-            pod_health=HealthConfig(stall_timeout_s=0),  # a crowded machine may stop an engine for seconds
+            pod_health=HealthConfig(stall_timeout_s=0, canary_interval_s=0),  # a crowded machine may stop an engine
             tls=tls or ClusterTlsConfig(),
             security=security or SecurityConfig(),
         )

@@ -64,7 +64,7 @@ async def cluster() -> AsyncIterator[Cluster]:
             prefill=[prefill.address],
             decode=[decode.address],
             serving=ServingConfig(routing=RoutingConfig(remote_prefill="prefer")),
-            pod_health=HealthConfig(stall_timeout_s=0),  # a crowded machine may stop an engine for seconds
+            pod_health=HealthConfig(stall_timeout_s=0, canary_interval_s=0),  # a crowded machine may stop an engine
         )
         router = await stack.enter_async_context(Router(config).running())
         await all_ready(router, 1, 1)

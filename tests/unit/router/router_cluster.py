@@ -77,6 +77,8 @@ async def run_cluster(prefill=(), decode=(), **settings):
                 "grpc_port": 0,
                 "shutdown_grace_s": 0.0,
                 "remote_prefill": "prefer",
+                "canary_interval_s": 0,  # which sends requests of its own when a busy machine makes a test slow
+                "stall_timeout_s": 0,
                 **given,
                 "prefill": [pod.address for pod in prefill],
                 "decode": [pod.address for pod in decode],
