@@ -9,9 +9,11 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Threads of OpenMP sleep while they wait, as in pods: tests run side by side, and threads that spin take each other's
-# cores. torch reads this when it is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from common import engine
+
+# Tests change what kernels are made of: here, earlier ones are found by their instructions, as if sources had changed.
+# The import is before that of torch, whose threads it tells to sleep while they wait.
+engine.IMPORTED_AT = 0.0
 
 # Triton's interpreter must be chosen before its first import, which may be that of another conftest.py, so not in
 # `pytest_configure`. The processes of pytest-xdist inherit the choice. Without TRITON_INTERPRET, engines do not use it.

@@ -90,10 +90,8 @@ def pytest_configure(config):
     threads.Calls.run = _run
 
 
-def _compile(module):
-    name = next(function.name for function in module.functions if not function.is_declaration)
-    module.triple = _TRIPLE
-    parsed = binding.parse_assembly(str(module) + _START.replace("KERNEL", name))
+def _compile(name, body, _):
+    parsed = binding.parse_assembly(compiling.module_text(name, body) + _START.replace("KERNEL", name))
     parsed.verify()
     number = next(_numbers)
     program = Path(_scratch.name) / f"{number}-{name}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 from common.engine.contract.kv_groups import Window, row_numbers_of
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.elementwise import inverse_rms
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
 from common.engine.devices.kv_quantization import LIMITS, MIN_SCALE
@@ -100,8 +99,8 @@ class Scores:
         return b.select(position < window.size, 0, position - (window.size - 1))
 
 
-@cache
-def decode_kernel(shape: CacheShape, scores: Scores) -> Kernel:
+@kernel_factory
+def decode_kernel(shape: CacheShape, scores: Scores) -> KernelSource:
     """Attention of one query token for each of some sequences; a task is one sequence and KV head.
 
     cache: of the layer, from its first block on. query [sequences, heads, head_dim] and out alike, with `query_stride`
@@ -120,11 +119,11 @@ def decode_kernel(shape: CacheShape, scores: Scores) -> Kernel:
         _attend(b, shape, scores, a, sequence, kv_head, scaled)
 
     arguments = _attention_arguments(shape) | {"query": shape.element, "query_stride": None}
-    return Kernel("decode_attention", arguments, body)
+    return KernelSource("decode_attention", arguments, body)
 
 
-@cache
-def fused_decode_kernel(shape: CacheShape, scores: Scores, *, has_norms: bool) -> Kernel:
+@kernel_factory
+def fused_decode_kernel(shape: CacheShape, scores: Scores, *, has_norms: bool) -> KernelSource:
     """The same from the projections: norms of queries and keys, rotary embedding, writing the cache, attention.
 
     qkv [sequences, (heads + 2 * kv heads) * head_dim]; slots [sequences]; positions [sequences], rows of the tables
@@ -137,11 +136,11 @@ def fused_decode_kernel(shape: CacheShape, scores: Scores, *, has_norms: bool) -
         _rotate_and_store(b, shape, a, sequence, kv_head, scaled, has_norms=has_norms, scale=scores.scale)
         _attend(b, shape, scores, a, sequence, kv_head, scaled)
 
-    return Kernel("fused_decode_attention", _attention_arguments(shape) | _projection_arguments(shape), body)
+    return KernelSource("fused_decode_attention", _attention_arguments(shape) | _projection_arguments(shape), body)
 
 
-@cache
-def prepare_kernel(shape: CacheShape, *, has_norms: bool) -> Kernel:
+@kernel_factory
+def prepare_kernel(shape: CacheShape, *, has_norms: bool) -> KernelSource:
     """The first part of it alone, for chunks of prompts: queries and keys are also changed in place in qkv. A task is
     one token and KV head."""
 
@@ -151,11 +150,11 @@ def prepare_kernel(shape: CacheShape, *, has_norms: bool) -> Kernel:
         queries = row.at(kv_head * (shape.group * shape.head_dim))
         _rotate_and_store(b, shape, a, token, kv_head, queries, has_norms=has_norms, scale=None)
 
-    return Kernel("prepare_attention", _projection_arguments(shape), body)
+    return KernelSource("prepare_attention", _projection_arguments(shape), body)
 
 
-@cache
-def store_kernel(shape: CacheShape) -> Kernel:
+@kernel_factory
+def store_kernel(shape: CacheShape) -> KernelSource:
     """Rounds keys and values to a cache that is quantised. A task is one token and KV head.
 
     cache: of the layer, from its first block on. key and value [tokens, kv heads, head_dim], with `key_stride` and
@@ -171,7 +170,7 @@ def store_kernel(shape: CacheShape) -> Kernel:
 
     arguments = {"cache": shape.cache_element, "key": shape.element, "value": shape.element}
     strides = dict.fromkeys(("key_stride", "value_stride"))
-    return Kernel("store_quantized", arguments | {"slots": ElementType.INT64} | strides, body)
+    return KernelSource("store_quantized", arguments | {"slots": ElementType.INT64} | strides, body)
 
 
 def _attention_arguments(shape: CacheShape) -> dict[str, ElementType | None]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 from common.engine.devices.cpu.kernels.attention import CacheShape, Scores, Vectors
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 from common.engine.devices.cpu.kernels.pairs import load_interleaved, paired
 from common.engine.devices.cpu.kernels.tiles import (
@@ -44,8 +43,8 @@ def rows_per_task(*, tiled: bool) -> int:
     return (_TiledRows if tiled else _VectorRows).num_rows
 
 
-@cache
-def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) -> Kernel:
+@kernel_factory
+def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) -> KernelSource:
     """Attention of `num_tokens` query tokens of each of some sequences, their last ones; keys and values are in the
     cache. A row's result depends on nothing but its query and the tokens up to its own. For each sequence and KV head
     there are `num_tiles` tasks: num_tokens * group rows, by those of a task, rounded up.
@@ -84,7 +83,7 @@ def chunk_attention_kernel(shape: CacheShape, scores: Scores, *, tiled: bool) ->
     pointers = {"cache": shape.cache_element, "query": shape.element, "out": shape.element, "seq_lens": ints}
     pointers |= {"block_tables": ints, "sinks": _FLOATS, "configuration": ints}
     numbers = ("query_stride", "num_tokens", "num_tiles", "table_width")
-    return Kernel("chunk_attention", pointers | dict.fromkeys(numbers), body)
+    return KernelSource("chunk_attention", pointers | dict.fromkeys(numbers), body)
 
 
 @dataclass(frozen=True)

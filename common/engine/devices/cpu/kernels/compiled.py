@@ -6,8 +6,9 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, wraps
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch.profiler import record_function
@@ -31,7 +32,10 @@ class Kernel(Function):
     `arguments` names what a call takes: integers (INT64 elements stand for themselves) or pointers to an element type.
     """
 
-    def __init__(self, name: str, arguments: Mapping[str, ElementType | None], body: Body) -> None:
+    def __init__(
+        self, name: str, arguments: Mapping[str, ElementType | None], body: Body, made_by: str | None = None
+    ) -> None:
+        """`made_by`: see Function."""
         self.name = name
         self.places = {argument: _FIRST_ARGUMENT + place for place, argument in enumerate(arguments)}
 
@@ -42,7 +46,33 @@ class Kernel(Function):
             }
             _emit_tasks(builder, block, lambda task: body(builder, task, SimpleNamespace(**given)))
 
-        super().__init__(name, tasks)
+        super().__init__(name, tasks, made_by)
+
+
+class KernelSource(NamedTuple):
+    """The parts that a Kernel is compiled from."""
+
+    name: str
+    arguments: Mapping[str, ElementType | None]
+    body: Body
+
+
+_Parameters = ParamSpec("_Parameters")
+
+
+def kernel_factory(factory: Callable[_Parameters, KernelSource]) -> Callable[_Parameters, Kernel]:
+    """Makes each kernel once, and finds one that an earlier process has compiled without its instructions.
+
+    So the instructions must depend on nothing but the arguments of the `factory`, whose `repr` says all of them, the
+    source files of `common.engine`, and the processor.
+    """
+
+    @wraps(factory)
+    def make(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Kernel:
+        return Kernel(*factory(*args, **kwargs), f"{factory.__module__}.{factory.__qualname__} {args} {kwargs}")
+
+    once: Callable[..., Kernel] = cache(make)
+    return once
 
 
 class CannotRecordError(Exception):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import inspect
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding, ir
 
+from common import engine
 from common.engine.cache_directory import cached
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
@@ -18,6 +21,9 @@ from common.engine.devices.cpu.kernels.processor import features
 from common.engine.devices.cpu.kernels.tiles import has_tiles
 
 _OPTIMIZATION = 3  # of LLVM
+
+Body = Callable[[Builder, Pointer], None]
+"""(builder, the function's argument): appends the instructions."""
 
 
 def instructions() -> str:
@@ -29,14 +35,10 @@ def instructions() -> str:
 class Function:
     """A compiled function of one address."""
 
-    def __init__(self, name: str, body: Callable[[Builder, Pointer], None]) -> None:
-        """`body` appends the instructions; the address is of INT64 numbers."""
-        module = ir.Module(name)
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), name)
-        builder = Builder(function)
-        body(builder, Pointer(builder, function.args[0], ElementType.INT64))
-        builder.ir.ret_void()
-        self._engine = _compile(module)  # owns the machine code
+    def __init__(self, name: str, body: Body, made_by: str | None = None) -> None:
+        """The address is of INT64 numbers. `made_by` names what makes the instructions, and of what: if an earlier
+        process has compiled them, `body` is not called."""
+        self._engine = _compile(name, body, made_by)  # owns the machine code
         self.address: int = self._engine.get_function_address(name)
 
     def keep(self) -> None:
@@ -44,18 +46,31 @@ class Function:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
 
 
-def _compile(module: ir.Module) -> Any:
-    """An engine with the module's machine code."""
-    module.triple = binding.get_process_triple()
-    for function in module.functions:
-        if not function.is_declaration:
-            function.attributes.add("nounwind")
-    text = str(module)
-    code = cached("kernels", [*_compiler(), text], lambda: _machine_code(text))
+def _compile(name: str, body: Body, made_by: str | None) -> Any:
+    """An engine with the function's machine code."""
+    sources = _sources() if made_by else None
+    if made_by and sources:
+        origin = [sources, instructions(), made_by]
+        code = cached("kernels", [*_compiler(), *origin], lambda: _machine_code(module_text(name, body)))
+    else:
+        text = module_text(name, body)
+        code = cached("kernels", [*_compiler(), text], lambda: _machine_code(text))
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
+
+
+def module_text(name: str, body: Body) -> str:
+    """Returns a module with the function, in LLVM's language."""
+    module = ir.Module(name)
+    module.triple = binding.get_process_triple()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), name)
+    function.attributes.add("nounwind")
+    builder = Builder(function)
+    body(builder, Pointer(builder, function.args[0], ElementType.INT64))
+    builder.ir.ret_void()
+    return str(module)
 
 
 def _machine_code(text: str) -> bytes:
@@ -76,8 +91,24 @@ def _compiler() -> list[str]:
     """Names all that machine code depends on beside the module."""
     llvm = ".".join(map(str, binding.llvm_version_info))
     steps = [inspect.getsource(_machine_code), inspect.getsource(_target_machine)]
-    processor = [binding.get_host_cpu_name(), _features()]
+    processor = [binding.get_process_triple(), binding.get_host_cpu_name(), _features()]
     return [f"llvmlite {llvmlite_version}, LLVM {llvm}, level {_OPTIMIZATION}", *steps, *processor]
+
+
+@cache
+def _sources() -> str | None:
+    """Digest of the source files of this process's engine. None: there are none, or one of them has changed since they
+    were imported."""
+    directory = Path(engine.__file__).parent
+    files = sorted(directory.rglob("*.py"))
+    if not files or max(file.stat().st_ctime for file in files) >= engine.IMPORTED_AT:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(directory)} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def _features() -> str:

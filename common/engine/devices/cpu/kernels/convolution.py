@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.elementwise import silu
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Value, lanes_of
 
@@ -18,8 +17,10 @@ def can_convolve(channels: int, width: int) -> bool:
     return lanes_of(channels) > 1 and 1 < width <= _MAX_WIDTH
 
 
-@cache
-def convolution_kernel(element: ElementType, channels: int, width: int, *, has_bias: bool, has_silu: bool) -> Kernel:
+@kernel_factory
+def convolution_kernel(
+    element: ElementType, channels: int, width: int, *, has_bias: bool, has_silu: bool
+) -> KernelSource:
     """The last inputs of each channel move on by one, the sequence's input comes in, and out is their product with the
     weights. A task is min(CHANNELS, channels) of the channels of a sequence.
 
@@ -60,7 +61,7 @@ def convolution_kernel(element: ElementType, channels: int, width: int, *, has_b
         "stride": None,
         "slot": None,
     }
-    return Kernel("convolution", arguments, body)
+    return KernelSource("convolution", arguments, body)
 
 
 def _moved(b: Builder, known: list[Value], own: Value, width: int) -> list[Value]:

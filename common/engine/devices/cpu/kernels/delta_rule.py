@@ -9,10 +9,9 @@ A state is read once from memory, for k S and q S at once, and once from the cor
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
 
 _EPSILON = 1e-6  # of normed keys and queries
@@ -35,8 +34,8 @@ class DeltaShape(NamedTuple):
         return min(lanes_of(self.key_dim), lanes_of(self.value_dim)) > 1 and not self.value_heads % self.key_heads
 
 
-@cache
-def delta_rule_kernel(shape: DeltaShape, *, has_norms: bool) -> Kernel:
+@kernel_factory
+def delta_rule_kernel(shape: DeltaShape, *, has_norms: bool) -> KernelSource:
     """A task is a value head of a sequence.
 
     query and key [sequences, key heads, key dim], value [sequences, value heads, value dim], rows of sequences
@@ -105,7 +104,7 @@ def delta_rule_kernel(shape: DeltaShape, *, has_norms: bool) -> Kernel:
         "targets": ints,
     }
     strides = dict.fromkeys(("query_stride", "key_stride", "value_stride", "slot"))
-    return Kernel("delta_rule", pointers | strides, body)
+    return KernelSource("delta_rule", pointers | strides, body)
 
 
 def _inverse_norm(b: Builder, row: Pointer, size: int) -> Value:

@@ -6,12 +6,11 @@ the activations, and what that adds to an output taken off its sum. Integers add
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import (
     INT32,
     MAX_LANES,
@@ -37,8 +36,8 @@ def multiplies_int8() -> bool:
     return bool(features().get("avx512vnni")) and MAX_LANES == BLOCK and is_x86()
 
 
-@cache
-def round_rows_kernel(element: ElementType) -> Kernel:
+@kernel_factory
+def round_rows_kernel(element: ElementType) -> KernelSource:
     """rounded = inputs / scale of their row, whose largest number is 127 of it; a task is a row.
 
     inputs [rows, size] of `element`, rounded [rows, padded] int8, with zeros after `size`, a multiple of MAX_LANES, and
@@ -61,11 +60,11 @@ def round_rows_kernel(element: ElementType) -> Kernel:
             _store_rounded(b, rounded.at(k), b.number(0.0, MAX_LANES))
 
     numbers = {"inputs": element, "rounded": ElementType.INT8, "scale": ElementType.FLOAT32}
-    return Kernel("round_rows", numbers | dict.fromkeys(("size", "padded")), body)
+    return KernelSource("round_rows", numbers | dict.fromkeys(("size", "padded")), body)
 
 
-@cache
-def dynamic_int8_linear_kernel(element: ElementType, *, has_bias: bool) -> Kernel:
+@kernel_factory
+def dynamic_int8_linear_kernel(element: ElementType, *, has_bias: bool) -> KernelSource:
     """out = inputs @ weight.T * weight_scale * scale of the row + bias; a task is a block of outputs.
 
     inputs [num_rows, in_features] and weight [out_features, in_features] int8; scale [num_rows], weight_scale and bias
@@ -94,11 +93,11 @@ def dynamic_int8_linear_kernel(element: ElementType, *, has_bias: bool) -> Kerne
             _store_scaled(b, a, exact, row, first_output, has_bias=has_bias)
 
     numbers = {"inputs": ElementType.INT8, "weight": ElementType.INT8, "weight_sum": ElementType.FLOAT32}
-    return Kernel("dynamic_int8_linear", numbers | _results(element), body)
+    return KernelSource("dynamic_int8_linear", numbers | _results(element), body)
 
 
-@cache
-def scale_sums_kernel(element: ElementType, *, has_bias: bool) -> Kernel:
+@kernel_factory
+def scale_sums_kernel(element: ElementType, *, has_bias: bool) -> KernelSource:
     """out = sums * weight_scale * scale of the row + bias, for sums [num_rows, out_features], int32 in the places of
     float32; a task is a row. Others are as in `dynamic_int8_linear_kernel`."""
 
@@ -107,7 +106,7 @@ def scale_sums_kernel(element: ElementType, *, has_bias: bool) -> Kernel:
             total = Value(b, b.read(a.sums.at(task * a.out_features + output), INT32, MAX_LANES))
             _store_scaled(b, a, total, task, output, has_bias=has_bias)
 
-    return Kernel("scale_sums", {"sums": ElementType.FLOAT32} | _results(element), body)
+    return KernelSource("scale_sums", {"sums": ElementType.FLOAT32} | _results(element), body)
 
 
 def _results(element: ElementType) -> dict[str, ElementType | None]:

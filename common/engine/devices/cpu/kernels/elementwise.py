@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Pointer, Value, lanes_of
 
 _NUMBERS_OF_TASK = 2048
 
 
-@cache
-def embed_kernel(element: ElementType, size: int, *, is_part: bool = False) -> Kernel:
+@kernel_factory
+def embed_kernel(element: ElementType, size: int, *, is_part: bool = False) -> KernelSource:
     """hidden = rows of the table, delta = 0.
 
     token_ids [tokens], table [vocabulary, size] of `element`; hidden float32 and delta of `element`, [tokens, size].
@@ -32,11 +31,11 @@ def embed_kernel(element: ElementType, size: int, *, is_part: bool = False) -> K
             delta.at(i).store(b.number(0.0, lanes))
 
     arguments = {"token_ids": ElementType.INT64, "table": element, "hidden": ElementType.FLOAT32, "delta": element}
-    return Kernel("embed", arguments | (dict.fromkeys(("first", "zeros")) if is_part else {}), body)
+    return KernelSource("embed", arguments | (dict.fromkeys(("first", "zeros")) if is_part else {}), body)
 
 
-@cache
-def add_norm_kernel(element: ElementType, size: int) -> Kernel:
+@kernel_factory
+def add_norm_kernel(element: ElementType, size: int) -> KernelSource:
     """hidden += delta, then out = RMS norm of hidden, times weight.
 
     hidden float32 [tokens, size], delta and out [tokens, size] of `element`, weight float32 [size]; epsilon points to
@@ -56,13 +55,13 @@ def add_norm_kernel(element: ElementType, size: int) -> Kernel:
             out.at(i).store(hidden.at(i).load(lanes) * scale * a.weight.at(i).load(lanes))
 
     floats = ElementType.FLOAT32
-    return Kernel(
+    return KernelSource(
         "add_norm", {"hidden": floats, "delta": element, "out": element, "weight": floats, "epsilon": floats}, body
     )
 
 
-@cache
-def norm_kernel(element: ElementType, size: int) -> Kernel:
+@kernel_factory
+def norm_kernel(element: ElementType, size: int) -> KernelSource:
     """out = RMS norm of inputs, times weight. A task is `rows_of_norm(size)` rows.
 
     inputs and out [num_rows, size] of `element`, weight float32 [size]; epsilon points to one float32.
@@ -83,7 +82,7 @@ def norm_kernel(element: ElementType, size: int) -> Kernel:
 
     floats = ElementType.FLOAT32
     pointers = {"inputs": element, "out": element, "weight": floats, "epsilon": floats}
-    return Kernel("norm", pointers | {"num_rows": None}, body)
+    return KernelSource("norm", pointers | {"num_rows": None}, body)
 
 
 def rows_of_norm(size: int) -> int:
@@ -91,8 +90,8 @@ def rows_of_norm(size: int) -> int:
     return max(1, _NUMBERS_OF_TASK // size)
 
 
-@cache
-def copy_kernel(element: ElementType, size: int, stride: int) -> Kernel:
+@kernel_factory
+def copy_kernel(element: ElementType, size: int, stride: int) -> KernelSource:
     """out = hidden, float32 [tokens, size]; out is of `element`, its rows `stride` numbers apart."""
     lanes = lanes_of(size)
 
@@ -101,11 +100,11 @@ def copy_kernel(element: ElementType, size: int, stride: int) -> Kernel:
         with b.loop(0, size, lanes) as i:
             out.at(i).store(hidden.at(i).load(lanes))
 
-    return Kernel("copy", {"hidden": ElementType.FLOAT32, "out": element}, body)
+    return KernelSource("copy", {"hidden": ElementType.FLOAT32, "out": element}, body)
 
 
-@cache
-def silu_mul_kernel(element: ElementType, size: int) -> Kernel:
+@kernel_factory
+def silu_mul_kernel(element: ElementType, size: int) -> KernelSource:
     """out = silu(gate) * up; gate and up are the halves of gate_up [tokens, 2 * size], out is [tokens, size]."""
     lanes = lanes_of(size)
 
@@ -115,7 +114,7 @@ def silu_mul_kernel(element: ElementType, size: int) -> Kernel:
         with b.loop(0, size, lanes) as i:
             out.at(i).store(silu(b, gate.at(i).load(lanes)) * up.at(i).load(lanes))
 
-    return Kernel("silu_mul", {"gate_up": element, "out": element}, body)
+    return KernelSource("silu_mul", {"gate_up": element, "out": element}, body)
 
 
 def silu(b: Builder, value: Value) -> Value:

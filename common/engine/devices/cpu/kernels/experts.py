@@ -7,10 +7,9 @@ begin, and of the last one end.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.elementwise import silu
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 
@@ -26,8 +25,8 @@ def can_multiply(size: int, width: int) -> bool:
     return not (size % BLOCK or width % BLOCK)
 
 
-@cache
-def gated_experts_kernel(element: ElementType, size: int, width: int) -> Kernel:
+@kernel_factory
+def gated_experts_kernel(element: ElementType, size: int, width: int) -> KernelSource:
     """gated [pairs, width] = silu(gate) * up, in the order of `pairs`. A task is an expert and BLOCK outputs.
 
     inputs [tokens, size]; weight [experts, 2 * width, size], of gate and then up.
@@ -53,11 +52,11 @@ def gated_experts_kernel(element: ElementType, size: int, width: int) -> Kernel:
         by_rows(b, first, last, multiply)
 
     arguments = _ROUTES | {"inputs": element, "weight": element, "gated": element}
-    return Kernel("gated_experts", arguments, body)
+    return KernelSource("gated_experts", arguments, body)
 
 
-@cache
-def sum_experts_kernel(element: ElementType, size: int, width: int) -> Kernel:
+@kernel_factory
+def sum_experts_kernel(element: ElementType, size: int, width: int) -> KernelSource:
     """out [tokens, size] = sum of shares * (gated @ weight.T) over the experts of a token. A task is BLOCK outputs.
 
     gated [pairs, width] in the order of `pairs`; shares float32 [tokens, choices]; weight [experts, size, width]. There
@@ -89,7 +88,7 @@ def sum_experts_kernel(element: ElementType, size: int, width: int) -> Kernel:
             a.out.at(token * size + block).store(totals.at(token * BLOCK).load(BLOCK))
 
     arguments = _ROUTES | {"gated": element, "shares": ElementType.FLOAT32, "weight": element, "out": element}
-    return Kernel("sum_experts", arguments | dict.fromkeys(("num_experts", "num_tokens")), body)
+    return KernelSource("sum_experts", arguments | dict.fromkeys(("num_experts", "num_tokens")), body)
 
 
 def by_rows(b: Builder, first: Value, last: Value, multiply: Any) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.int8_linear import copy_widened, multiply_piece
 from common.engine.devices.cpu.kernels.language import (
     FLOAT,
@@ -63,10 +62,10 @@ def piece_of(group: int) -> int | None:
     return next((piece for piece in _PIECES if group % piece == 0), None)
 
 
-@cache
+@kernel_factory
 def grouped_linear_kernel(
     element: ElementType, codes: Codes, block: int, group: int, *, has_shift: bool, has_bias: bool
-) -> Kernel:
+) -> KernelSource:
     """out = inputs @ (numbers * scale + shift).T + bias; a task is one block of outputs.
 
     inputs [num_rows, in_features] and out [num_rows, out_features] of `element`; weight
@@ -128,11 +127,11 @@ def grouped_linear_kernel(
                     multiply_piece(b, sources, widened, sums, block, piece)
                 start = end
 
-    return Kernel("grouped_linear", arguments_of(element, codes), body)
+    return KernelSource("grouped_linear", arguments_of(element, codes), body)
 
 
-@cache
-def dequantize_kernel(element: ElementType, codes: Codes, block: int, group: int, *, has_shift: bool) -> Kernel:
+@kernel_factory
+def dequantize_kernel(element: ElementType, codes: Codes, block: int, group: int, *, has_shift: bool) -> KernelSource:
     """out = numbers * scale + shift; a task is one block of outputs, of which the first is number `first_block`. In out
     there are `stride` numbers from one input to the next and `block_stride` from one block to the next. Others are as
     in `grouped_linear_kernel`."""
@@ -148,11 +147,11 @@ def dequantize_kernel(element: ElementType, codes: Codes, block: int, group: int
                 target = a.out.at((group_start + part + k) * a.stride + task * a.block_stride + place)
                 target.store(widened.at(k * block + place).load(MAX_LANES))
 
-    return Kernel("dequantize", arguments_of(element, codes, "first_block", "stride", "block_stride"), body)
+    return KernelSource("dequantize", arguments_of(element, codes, "first_block", "stride", "block_stride"), body)
 
 
-@cache
-def reorder_kernel(element: ElementType) -> Kernel:
+@kernel_factory
+def reorder_kernel(element: ElementType) -> KernelSource:
     """out[row, k] = inputs[row, order[k]], of `size` numbers each; a task is a row."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
@@ -161,7 +160,7 @@ def reorder_kernel(element: ElementType) -> Kernel:
             target.at(k).store(source.at(a.order.at(k).load()).load())
 
     arguments = {"inputs": element, "order": ElementType.INT64, "out": element, "size": None}
-    return Kernel("reorder", arguments, body)
+    return KernelSource("reorder", arguments, body)
 
 
 def arguments_of(element: ElementType, codes: Codes, *others: str) -> dict[str, ElementType | None]:

@@ -9,11 +9,10 @@ The products of an output are added up in the same order whatever the number of 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from common.engine.devices.cpu.kernels import linear
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 
 MAX_ROWS = 384
@@ -38,8 +37,8 @@ def piece_of(in_features: int) -> int:
     return next(piece for piece in _PIECES if in_features % piece == 0)
 
 
-@cache
-def int8_linear_kernel(element: ElementType, block: int, piece: int, *, has_bias: bool) -> Kernel:
+@kernel_factory
+def int8_linear_kernel(element: ElementType, block: int, piece: int, *, has_bias: bool) -> KernelSource:
     """out = inputs @ weight.T * scale + bias; a task is one block of outputs.
 
     inputs [num_rows, in_features] and out [num_rows, out_features] of `element`, scale and bias [out_features] float32,
@@ -84,7 +83,7 @@ def int8_linear_kernel(element: ElementType, block: int, piece: int, *, has_bias
                     multiply_piece(b, sources, widened, sums, block, piece)
                 start = end
 
-    return Kernel("int8_linear", arguments_of(element), body)
+    return KernelSource("int8_linear", arguments_of(element), body)
 
 
 def arguments_of(element: ElementType, *configurations: str) -> dict[str, ElementType | None]:

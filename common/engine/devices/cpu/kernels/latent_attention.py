@@ -10,7 +10,6 @@ numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from common.engine.devices.cpu.kernels.attention import (
@@ -22,7 +21,7 @@ from common.engine.devices.cpu.kernels.attention import (
     add_values,
     widened,
 )
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
 from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS, fma_pairs, load_interleaved, load_pairs, paired
 
@@ -84,8 +83,8 @@ class LatentShape:
         return num_tokens >= 4 and self.tile % num_tokens == 0
 
 
-@cache
-def latent_decode_kernel(shape: LatentShape, scores: Scores) -> Kernel:
+@kernel_factory
+def latent_decode_kernel(shape: LatentShape, scores: Scores) -> KernelSource:
     """Attention of one query token for each of some sequences; a task is a sequence and some of the heads.
 
     cache: of the layer, from its first block on. query [sequences, heads, rank + rotary dim], out [sequences, heads,
@@ -107,7 +106,7 @@ def latent_decode_kernel(shape: LatentShape, scores: Scores) -> Kernel:
         "sinks": ElementType.FLOAT32,
         "out": shape.element,
     }
-    return Kernel("latent_decode_attention", arguments, body)
+    return KernelSource("latent_decode_attention", arguments, body)
 
 
 def _attend(b: Builder, shape: LatentShape, scores: Scores, a: Any, sequence: Value, first_head: Value) -> None:

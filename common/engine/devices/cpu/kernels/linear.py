@@ -8,10 +8,9 @@ output are added up in the same order whatever the number of rows.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.elementwise import silu
 from common.engine.devices.cpu.kernels.language import (
     MAX_LANES,
@@ -42,8 +41,8 @@ def can_stream(element: ElementType, in_features: int, out_features: int, block:
     return not (in_features % (_PIECE * pair_of(element)) or out_features % block or block % MAX_LANES)
 
 
-@cache
-def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bool = False) -> Kernel:
+@kernel_factory
+def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bool = False) -> KernelSource:
     """out = inputs @ weight.T + bias; a task is one block of outputs of ROWS_PER_TASK rows, or of the rest.
 
     inputs [num_rows, in_features], out [num_rows, out_features], bias [out_features] float32, weight
@@ -94,7 +93,7 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bo
 
     arguments = {"inputs": element, "weight": element, "bias": ElementType.FLOAT32, "out": element}
     names = ("num_rows", "in_features", "out_features")
-    return Kernel("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
+    return KernelSource("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
 
 
 def add_products(

@@ -8,11 +8,10 @@ the layer, padded to whole blocks of BLOCK, and the rank of one part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.experts import BLOCK, by_rows, part_of, products
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Pointer, Value
 
@@ -35,8 +34,8 @@ def width_of(sizes: Sequence[int]) -> int:
     return next(width for width in (BLOCK * each for each in _WIDTHS) if not any(size % width for size in sizes))
 
 
-@cache
-def lora_down_kernel(element: ElementType, in_features: int, num_slots: int, max_blocks: int) -> Kernel:
+@kernel_factory
+def lora_down_kernel(element: ElementType, in_features: int, num_slots: int, max_blocks: int) -> KernelSource:
     """low [rows by adapter, stride] float32 = A x. A task is one of the adapters, by its place in the routes, and BLOCK
     of its ranks, of at most `max_blocks` such blocks.
 
@@ -63,11 +62,11 @@ def lora_down_kernel(element: ElementType, in_features: int, num_slots: int, max
                 by_rows(b, start, stop, multiply)
 
     arguments = {"routes": _INTS, "table": _INTS, "inputs": element, "low": ElementType.FLOAT32, "stride": None}
-    return Kernel("lora_down", arguments, body)
+    return KernelSource("lora_down", arguments, body)
 
 
-@cache
-def lora_up_kernel(element: ElementType, sizes: tuple[int, ...], num_slots: int) -> Kernel:
+@kernel_factory
+def lora_up_kernel(element: ElementType, sizes: tuple[int, ...], num_slots: int) -> KernelSource:
     """out [rows, outputs] += B low; `sizes` are the outputs of the layer's parts. A task is `width_of(sizes)` outputs.
 
     low as `lora_down_kernel` leaves it, a part's ranks side by side; B [rank, outputs].
@@ -104,7 +103,7 @@ def lora_up_kernel(element: ElementType, sizes: tuple[int, ...], num_slots: int)
                 by_rows(b, start, stop, multiply)
 
     arguments = {"routes": _INTS, "table": _INTS, "low": ElementType.FLOAT32, "out": element, "stride": None}
-    return Kernel("lora_up", arguments, body)
+    return KernelSource("lora_up", arguments, body)
 
 
 def _row(a: Any, num_slots: int, at: Value) -> Value:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.grouped_linear import Codes, arguments_of
 from common.engine.devices.cpu.kernels.language import (
     INT32,
@@ -56,8 +55,10 @@ def can_pair(element: ElementType, codes: Codes, group: int) -> bool:
     return element is ElementType.BFLOAT16 and MULTIPLIES_PAIRS and _IS_X86 and is_decoded and group % _PIECE == 0
 
 
-@cache
-def paired_grouped_linear_kernel(codes: Codes, block: int, group: int, *, has_shift: bool, has_bias: bool) -> Kernel:
+@kernel_factory
+def paired_grouped_linear_kernel(
+    codes: Codes, block: int, group: int, *, has_shift: bool, has_bias: bool
+) -> KernelSource:
     """Makes a `grouped_linear_kernel` for bfloat16. Of the weight, codes for one output are next to each other as the
     processor takes them: see `in_pairs`."""
 
@@ -98,11 +99,11 @@ def paired_grouped_linear_kernel(codes: Codes, block: int, group: int, *, has_sh
                     found = b.fma(own[number].get(), scales[number], total.load(MAX_LANES))
                     total.store(b.fma(input_sums[i], shifts[number], found) if shifts else found)
 
-    return Kernel("paired_grouped_linear", arguments_of(ElementType.BFLOAT16, codes), body)
+    return KernelSource("paired_grouped_linear", arguments_of(ElementType.BFLOAT16, codes), body)
 
 
-@cache
-def dequantize_pairs_kernel(codes: Codes, block: int, group: int, *, has_shift: bool, packed: bool) -> Kernel:
+@kernel_factory
+def dequantize_pairs_kernel(codes: Codes, block: int, group: int, *, has_shift: bool, packed: bool) -> KernelSource:
     """Makes a `dequantize_kernel` for such weights. `packed`: as `linear_kernel` reads them, without gaps."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
@@ -125,7 +126,7 @@ def dequantize_pairs_kernel(codes: Codes, block: int, group: int, *, has_shift: 
                                 a.out.at((k + i) * a.stride + task * a.block_stride + place).store(weight)
 
     names = ("first_block", "stride", "block_stride")
-    return Kernel("dequantize_pairs", arguments_of(ElementType.BFLOAT16, codes, *names), body)
+    return KernelSource("dequantize_pairs", arguments_of(ElementType.BFLOAT16, codes, *names), body)
 
 
 def _sum_of(b: Builder, inputs: Pointer, count: int) -> Value:

@@ -8,12 +8,11 @@ one, so that a slot may be written to without another meeting. What only this ra
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 from common.engine.devices.cpu.kernels.threads import futex_number
 
@@ -40,8 +39,8 @@ _MONOTONIC = 1  # clock
 _INTS = ElementType.INT64
 
 
-@cache
-def put_kernel(element: ElementType, rank: int, size: int) -> Kernel:
+@kernel_factory
+def put_kernel(element: ElementType, rank: int, size: int) -> KernelSource:
     """Writes `inputs` [total] to this rank's next slot. A task is NUMBERS_PER_TASK of them."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
@@ -49,11 +48,11 @@ def put_kernel(element: ElementType, rank: int, size: int) -> Kernel:
         for place, lanes in _places(b, task, a.total):
             slot.at(place).store(a.inputs.at(place).load(lanes))
 
-    return Kernel("put", {"memory": _INTS, "state": _INTS, "inputs": element, "total": None}, body)
+    return KernelSource("put", {"memory": _INTS, "state": _INTS, "inputs": element, "total": None}, body)
 
 
-@cache
-def meet_kernel(rank: int, size: int) -> Kernel:
+@kernel_factory
+def meet_kernel(rank: int, size: int) -> KernelSource:
     """Returns when all have come, or notes in the state that one has not. One task. `turns`: slots were written."""
 
     def body(b: Builder, task: Value, a: Any) -> None:
@@ -67,11 +66,11 @@ def meet_kernel(rank: int, size: int) -> Kernel:
         for other in range(rank + 1, rank + size):
             _await(b, state, a.memory.at(other % size * LINE // 8), other % size, meeting)
 
-    return Kernel("meet", {"memory": _INTS, "state": _INTS, "turns": None}, body)
+    return KernelSource("meet", {"memory": _INTS, "state": _INTS, "turns": None}, body)
 
 
-@cache
-def add_kernel(element: ElementType, rank: int, size: int, *, in_place: bool = False) -> Kernel:
+@kernel_factory
+def add_kernel(element: ElementType, rank: int, size: int, *, in_place: bool = False) -> KernelSource:
     """Adds up the slots of all ranks, in their order, in float32: those from `start` to `stop`, to `out` or `in_place`
     of this rank's slot. A task is NUMBERS_PER_TASK of them."""
 
@@ -86,11 +85,11 @@ def add_kernel(element: ElementType, rank: int, size: int, *, in_place: bool = F
             out.at(place).store(total)
 
     arguments = {"memory": _INTS, "state": _INTS, "out": element, "start": None, "stop": None}
-    return Kernel("add", arguments, body)
+    return KernelSource("add", arguments, body)
 
 
-@cache
-def collect_kernel(element: ElementType, rank: int, size: int) -> Kernel:
+@kernel_factory
+def collect_kernel(element: ElementType, rank: int, size: int) -> KernelSource:
     """Joins the slots. A task is a row and a rank, counted through, of `count` numbers: in the slot of that rank they
     are at row * source_row + rank * source_rank, in `out` at row * row + rank * step, and not beyond `total` of a row
     there."""
@@ -106,7 +105,7 @@ def collect_kernel(element: ElementType, rank: int, size: int) -> Kernel:
             out.at(place).store(source.at(place).load(lanes))
 
     names = ("count", "source_row", "source_rank", "row", "step", "total")
-    return Kernel("collect", {"memory": _INTS, "state": _INTS, "out": element, **dict.fromkeys(names)}, body)
+    return KernelSource("collect", {"memory": _INTS, "state": _INTS, "out": element, **dict.fromkeys(names)}, body)
 
 
 def memory_bytes(size: int) -> int:

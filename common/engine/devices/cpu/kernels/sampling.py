@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Value
 from common.engine.sampling.noise import GOLDEN, MIX_1, MIX_2
 
@@ -18,8 +17,8 @@ PART = 2048  # tokens of a task
 _FLOATS = ElementType.FLOAT32
 
 
-@cache
-def best_kernel(element: ElementType, num_tokens: int) -> Kernel:
+@kernel_factory
+def best_kernel(element: ElementType, num_tokens: int) -> KernelSource:
     """best [rows, parts], float32: the largest logit of each part; infinite if one is NaN."""
     num_parts = -(-num_tokens // PART)
 
@@ -32,11 +31,11 @@ def best_kernel(element: ElementType, num_tokens: int) -> Kernel:
 
         a.best.at(task).store(_reduced(b, task % num_parts, num_tokens, logit, b.maximum, b.max, -math.inf))
 
-    return Kernel("best", {"logits": element, "stride": None, "best": _FLOATS}, body)
+    return KernelSource("best", {"logits": element, "stride": None, "best": _FLOATS}, body)
 
 
-@cache
-def bound_kernel(element: ElementType, num_tokens: int) -> Kernel:
+@kernel_factory
+def bound_kernel(element: ElementType, num_tokens: int) -> KernelSource:
     """bounds [rows, vocabulary] and the least of each part, float32.
 
     score = (logit - best) / temperature, with best and temperatures [rows], float32. The bound of a token is
@@ -62,7 +61,7 @@ def bound_kernel(element: ElementType, num_tokens: int) -> Kernel:
         a.least.at(task).store(_reduced(b, task % num_parts, num_tokens, bound, b.minimum, b.min, math.inf))
 
     arguments = {"logits": element, "stride": None, "best": _FLOATS, "temperatures": _FLOATS, "keys": ElementType.INT64}
-    return Kernel("bound", {**arguments, "bounds": _FLOATS, "least": _FLOATS}, body)
+    return KernelSource("bound", {**arguments, "bounds": _FLOATS, "least": _FLOATS}, body)
 
 
 def _reduced(

@@ -10,10 +10,9 @@ and C; of a Mamba each channel has its own dt, A [size] and D, and all have one 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.elementwise import silu
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Value, lanes_of
 
@@ -47,8 +46,8 @@ class StateSpaceShape(NamedTuple):
         return min(CHANNELS, self.channels)
 
 
-@cache
-def state_space_kernel(shape: StateSpaceShape, *, has_skip: bool, has_gate: bool) -> Kernel:
+@kernel_factory
+def state_space_kernel(shape: StateSpaceShape, *, has_skip: bool, has_gate: bool) -> KernelSource:
     """A task is `shape.share` channels of a sequence.
 
     inputs and gate (z) [sequences, channels], rows `inputs_stride` and `gate_stride` numbers apart; steps (dt)
@@ -107,4 +106,4 @@ def state_space_kernel(shape: StateSpaceShape, *, has_skip: bool, has_gate: bool
         "sources": ints,
         "targets": ints,
     }
-    return Kernel("state_space", pointers | dict.fromkeys(("inputs_stride", "gate_stride", "slot")), body)
+    return KernelSource("state_space", pointers | dict.fromkeys(("inputs_stride", "gate_stride", "slot")), body)

@@ -137,7 +137,7 @@ def _runner() -> Function:
         with b.when(is_ours):
             pool.at(_IS_IN_USE).share(0)
 
-    return Function("run_calls", body)
+    return Function("run_calls", body, "run_calls")
 
 
 def _publish(b: Builder, pool: Pointer, block: Pointer, num_helpers: Value) -> None:
@@ -198,7 +198,7 @@ def _helper() -> Function:
                 spins.set(b.number(0))
                 most.set(b.number(_SPINS_AFTER_SLEEP))
 
-    function = Function("help", body)
+    function = Function("help", body, "help")
     function.keep()  # threads are in it when the process ends
     return function
 

@@ -6,10 +6,9 @@ rows are multiplied while the weight is read; for more of them, a piece of the w
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.int8_linear import arguments_of, write_scaled
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Pointer, Value
 from common.engine.devices.cpu.kernels.pairs import paired_integers
@@ -45,8 +44,8 @@ def piece_of(in_features: int) -> int:
     return next(piece for piece in range(_PIECE, 0, -_DEPTH) if in_features % piece == 0)
 
 
-@cache
-def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> Kernel:
+@kernel_factory
+def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> KernelSource:
     """out = inputs @ weight.T * scale + bias, for up to 16 rows in one tile, or 17 to 32 in two; a task is one block.
 
     inputs [num_rows, in_features] and out [num_rows, out_features] bfloat16, scale and bias [out_features] float32,
@@ -67,11 +66,11 @@ def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> Kernel:
         release_tiles(b)
         write_scaled(b, a, sums, first_output=task * BLOCK, block=BLOCK, lanes=TILE, has_bias=has_bias)
 
-    return Kernel("few_int8_rows", arguments_of(ElementType.BFLOAT16, "configuration"), body)
+    return KernelSource("few_int8_rows", arguments_of(ElementType.BFLOAT16, "configuration"), body)
 
 
-@cache
-def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> Kernel:
+@kernel_factory
+def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> KernelSource:
     """Makes a `few_int8_rows_kernel` for up to MAX_ROWS rows; in_features is a multiple of `piece`; `each_tile_rows`
     describes `whole` and `rest`."""
 
@@ -95,7 +94,7 @@ def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> Kernel:
         release_tiles(b)
         write_scaled(b, a, totals, first_output=task * BLOCK, block=BLOCK, lanes=TILE, has_bias=has_bias)
 
-    return Kernel("many_int8_rows", arguments_of(ElementType.BFLOAT16, "whole", "rest"), body)
+    return KernelSource("many_int8_rows", arguments_of(ElementType.BFLOAT16, "whole", "rest"), body)
 
 
 def _widen(b: Builder, weight: Pointer, widened: Pointer) -> None:

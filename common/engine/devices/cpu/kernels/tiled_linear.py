@@ -8,10 +8,9 @@ another one in almost every step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
-from common.engine.devices.cpu.kernels.compiled import Kernel
+from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.elementwise import silu
 from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
 from common.engine.devices.cpu.kernels.tiles import (
@@ -40,8 +39,8 @@ def can_tile(in_features: int, out_features: int, block: int) -> bool:
     return not (in_features % _DEPTH or out_features % block or block % _COLUMNS)
 
 
-@cache
-def tiled_linear_kernel(block: int, *, has_bias: bool) -> Kernel:
+@kernel_factory
+def tiled_linear_kernel(block: int, *, has_bias: bool) -> KernelSource:
     """out = inputs @ weight.T + bias; a task is one block of outputs for `rows_per_task` rows.
 
     inputs [num_rows, in_features], out [num_rows, out_features], bias [out_features] float32, weight
@@ -58,11 +57,11 @@ def tiled_linear_kernel(block: int, *, has_bias: bool) -> Kernel:
                 out.store(layer.total(sums, layer.block_number, place, has_bias=has_bias))
         release_tiles(b)
 
-    return Kernel("tiled_linear", _arguments(), body)
+    return KernelSource("tiled_linear", _arguments(), body)
 
 
-@cache
-def tiled_gated_linear_kernel(block: int, *, has_bias: bool) -> Kernel:
+@kernel_factory
+def tiled_gated_linear_kernel(block: int, *, has_bias: bool) -> KernelSource:
     """Makes a `tiled_linear_kernel` with out = silu(gate) * up [num_rows, out_features / 2]: gate and up are the halves
     of the layer's outputs. A task has one block of each; out_features / 2 is a multiple of `block`."""
 
@@ -79,7 +78,7 @@ def tiled_gated_linear_kernel(block: int, *, has_bias: bool) -> Kernel:
                 out.store(silu(b, gate) * layer.total(ups, up, place, has_bias=has_bias))
         release_tiles(b)
 
-    return Kernel("tiled_gated_linear", _arguments(), body)
+    return KernelSource("tiled_gated_linear", _arguments(), body)
 
 
 class _Layer:
