@@ -106,7 +106,9 @@ class TopApp(App[BatonError]):
                 await self._load_timeline(self._opened)
             if self._is_shown(_REQUESTS):
                 self._requests.show_list(await self._api.requests())
-            self._show_cluster(await self._api.cluster())
+            view = await self._api.cluster()
+            if self.is_running:  # else it is being closed, and panes have lost what they consist of
+                self._show_cluster(view)
         except BatonError:
             self._cluster.note_gap()
             raise

@@ -252,6 +252,16 @@ async def test_a_slow_router_is_asked_once_and_keys_still_work():
         assert router.most_under_way == 1
 
 
+async def test_an_answer_that_comes_while_it_is_closed_ends_nothing():
+    router = MadeUpRouter(*four_pods())
+    async with run_top(router) as top:
+        router.may_answer.clear()
+        asking = asyncio.create_task(top.app._refresh())
+        await top.until(lambda: router.num_under_way)
+    router.may_answer.set()
+    await asking
+
+
 async def test_only_what_is_seen_is_asked_for():
     router = MadeUpRouter()
     router.summaries = [summary(status="running", finish_reason=None)]
