@@ -11,6 +11,7 @@ from common.demo_model import demo_model_path
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedulerConfig
 from common.engine.devices.cpu.kernels import pairs
+from common.engine.devices.cpu.kernels.processor import is_x86
 from common.engine.devices.cpu.kernels.tiles import has_tiles
 from common.engine.devices.cpu.packed_linear import PackedLinear
 from common.engine.devices.cpu.streamed_linear import blocks_of
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     reason="oneDNN packs weights differently on this processor",
 )
 NEEDS_BFLOAT16 = pytest.mark.skipif(
-    not (has_tiles() or pairs.MULTIPLIES_PAIRS), reason="the processor has no instructions for bfloat16"
+    not (has_tiles() or pairs.MULTIPLIES_PAIRS or is_x86()), reason="no kernels in bfloat16 for this processor"
 )
 WEIGHTS = [  # dtype and quantization
     ("float32", None),

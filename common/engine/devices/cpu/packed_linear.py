@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import cast
 
 import torch
 from torch import nn
@@ -29,13 +28,17 @@ class PackedLinear(nn.Module):
     """nn.Linear for inference on CPU, in float32, or in bfloat16 where the processor has instructions for it. The
     `weight` of a large layer keeps shape and type but no data."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, is_packed: bool = False) -> None:
+        """`is_packed`: a subclass has the weight already, and multiplies all rows."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         weight = linear.weight.detach()
         self._packed: torch.Tensor | None = None
-        if weight.numel() < _MIN_WEIGHTS or not _can_pack(weight.dtype):
+        if is_packed:
+            weight = torch.empty_like(weight, device="meta")
+            self._plain_below = 0
+        elif weight.numel() < _MIN_WEIGHTS or not _can_pack(weight.dtype):
             self._plain_below = sys.maxsize  # elements of the input
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS_HINT)  # noqa: SLF001
@@ -46,6 +49,11 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self._weight = weight  # plain attributes, found without nn.Module's search
         self._bias = None if linear.bias is None else linear.bias.detach()
+
+    @staticmethod
+    def takes(linear: nn.Linear) -> bool:
+        """True if it can take the place of this layer."""
+        return _can_pack(linear.weight.dtype)
 
     @property
     def packed(self) -> torch.Tensor | None:
@@ -77,8 +85,8 @@ def pack_linears(model: nn.Module, kind: type[PackedLinear] = PackedLinear) -> i
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _is_packable(child):
-                setattr(parent, name, kind(cast("nn.Linear", child)))
+            if type(child) is nn.Linear and kind.takes(child):
+                setattr(parent, name, kind(child))
                 num_packed += 1
     return num_packed
 
@@ -93,7 +101,3 @@ def _can_pack(dtype: torch.dtype) -> bool:
         supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
         return supported
     return dtype == torch.float32
-
-
-def _is_packable(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and _can_pack(module.weight.dtype)

@@ -1,10 +1,10 @@
 """Packed linear layers with kernels of our own, which read the weight where oneDNN has packed it.
 
-They take all rows where they are as fast as oneDNN, otherwise few: in float32, and in bfloat16 where the processor
-multiplies matrices of it, or pairs.
+They take all rows where they are as fast as oneDNN, otherwise few. oneDNN does not say how it lays weights out: the
+kernels are used where a packed weight, compared with the weight itself, turns out to have the layout that they read.
 
-oneDNN does not say how it lays weights out. The kernels are used where a packed weight, compared with the weight
-itself, turns out to have the layout that they read.
+x86 processors without instructions for bfloat16 widen it, which the kernels do for several rows at once and oneDNN for
+each row again, so there weights in bfloat16 are packed here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from common.engine.devices.cpu.kernels.compiled import (
     result,
     threads_for,
 )
-from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.language import ElementType, element_type_of
 from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK, can_stream, linear_kernel, pair_of
+from common.engine.devices.cpu.kernels.processor import is_x86
 from common.engine.devices.cpu.kernels.tiled_linear import can_tile, tiled_gated_linear_kernel, tiled_linear_kernel
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, configuration, has_tiles, rest_configuration
 from common.engine.devices.cpu.packed_linear import PackedLinear
@@ -52,6 +53,7 @@ class _Blocks(NamedTuple):
 
     address: int
     width: int
+    own: torch.Tensor | None = None  # the memory, unless oneDNN has packed it
 
 
 class StreamedLinear:
@@ -62,8 +64,9 @@ class StreamedLinear:
     """
 
     def __init__(self, linear: nn.Linear, *, batch_invariant: bool = False, gated: bool = False) -> None:
-        self._packed = PackedLinear(linear)
-        blocks = blocks_of(linear.weight.detach(), self._packed.packed)
+        blocks = own_blocks_of(linear)
+        self._packed = PackedLinear(linear, is_packed=blocks is not None)
+        blocks = blocks or blocks_of(linear.weight.detach(), self._packed.packed)
         if blocks is not None:
             use_huge_pages(blocks.address, linear.weight.nbytes)
         self._streamed = None if blocks is None else _Streamed(linear, blocks, any_rows=batch_invariant)
@@ -99,12 +102,18 @@ class CompiledLinear(PackedLinear):
     """See PackedLinear. Few rows go through our kernels, if they take the layer: also one of a smaller weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        blocks = blocks_of(linear.weight.detach(), self.packed)
+        blocks = own_blocks_of(linear)
+        super().__init__(linear, is_packed=blocks is not None)
+        blocks = blocks or blocks_of(linear.weight.detach(), self.packed)
         self._streamed = None if blocks is None else _Streamed(linear, blocks, any_rows=False)
         if blocks is not None:
             self._plain_below = 0
             use_huge_pages(blocks.address, linear.weight.nbytes)
+
+    @staticmethod
+    def takes(linear: nn.Linear) -> bool:
+        """See PackedLinear."""
+        return _own_width(linear) > 0 or PackedLinear.takes(linear)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
@@ -134,7 +143,9 @@ class _Streamed:
         else:
             kernel = linear_kernel(element_type_of(dtype), blocks.width, has_bias=has_bias, gated=gated)
             multiplies_fast = dtype == torch.float32 or (pairs.MULTIPLIES_PAIRS and not has_tiles())
+            any_rows = any_rows or blocks.own is not None
             self._most_rows = sys.maxsize if multiplies_fast or any_rows else _MAX_ROWS_BFLOAT16
+        self._own = blocks.own
         self._any_rows = any_rows
         self._out_features = linear.out_features // 2 if gated else linear.out_features
         self._num_blocks = self._out_features // blocks.width
@@ -148,13 +159,15 @@ class _Streamed:
 
     def takes(self, inputs: torch.Tensor) -> bool:
         """True if the kernel is for so many rows."""
-        return 0 < inputs.shape[0] <= self._most_rows or (self._any_rows and inputs.shape[0] > 0)
+        return self._any_rows or 0 < inputs.shape[0] <= self._most_rows
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
         inputs = inputs.contiguous()
         out = result((inputs.shape[0], self._out_features), inputs.dtype)
-        if inputs.shape[0] <= self._most_rows:
+        if not len(inputs):
+            return out
+        if len(inputs) <= self._most_rows:
             self._multiply(inputs, out)
         else:
             most = self._most_rows
@@ -224,6 +237,26 @@ def _is_tiled(linear: nn.Linear, blocks: _Blocks) -> bool:
     if linear.weight.dtype != torch.bfloat16 or not has_tiles():
         return False
     return can_tile(linear.in_features, linear.out_features, blocks.width)
+
+
+def own_blocks_of(linear: nn.Linear) -> _Blocks | None:
+    """Returns the weight packed for a kernel, if that is faster than oneDNN with any number of rows."""
+    width = _own_width(linear)
+    if not width:
+        return None
+    pair = pair_of(ElementType.BFLOAT16)
+    packed = linear.weight.detach().reshape(-1, width, linear.in_features // pair, pair).transpose(1, 2).contiguous()
+    return _Blocks(packed.data_ptr(), width, packed)
+
+
+def _own_width(linear: nn.Linear) -> int:
+    """Outputs in a block of a weight that is packed here; 0 for others."""
+    has_instructions = pairs.MULTIPLIES_PAIRS or has_tiles() or not is_x86()
+    if linear.weight.dtype != torch.bfloat16 or has_instructions:
+        return 0
+    out_features, in_features = linear.weight.shape
+    widths = (each for each in _BLOCKS if can_stream(ElementType.BFLOAT16, in_features, out_features, each))
+    return next(widths, 0)
 
 
 def blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:

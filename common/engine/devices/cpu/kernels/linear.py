@@ -3,7 +3,8 @@
 With few rows a linear layer takes as long as reading its weight from memory. Each block of it is read from front to
 back in one loop, with the sums of up to six rows in registers; the processor fetches ahead by itself. More rows take
 turns over a part of the block, which stays in the core's second cache, and many are several tasks. The products of an
-output are added up in the same order whatever the number of rows.
+output are added up in the same order whatever the number of rows. Pairs of bfloat16 numbers are multiplied as they are
+where the processor can; elsewhere many rows share a part of the block that is widened to float32 before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from common.engine.devices.cpu.kernels.language import (
     Value,
     Variable,
 )
-from common.engine.devices.cpu.kernels.pairs import fma_pairs, load_pair, load_pairs
+from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS, fma_pairs, halves_of, load_pair, load_pairs
 
 ROWS_PER_TASK = 96
 ROWS = 6  # computed at once, with sums in registers
@@ -29,6 +30,7 @@ _MAX_VECTORS = MAX_LANES * 3 // 2  # of sums, in 32 or 16 registers
 _PIECE = 16  # inputs, or pairs of them; those of a layer are a multiple
 _UNROLLED = 4  # of these
 _PART = 1 << 17  # bytes of a block that rows take turns over
+_MANY_ROWS = 2 * ROWS  # for which it is widened
 
 
 def pair_of(element: ElementType) -> int:
@@ -51,7 +53,8 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bo
     """
     pair = pair_of(element)
     piece = _PIECE * pair
-    part = max(piece, _PART // (block * element.size) // piece * piece)
+    widens = pair == 2 and not MULTIPLIES_PAIRS
+    size = max(piece, _PART // (block * (ElementType.FLOAT32 if widens else element).size) // piece * piece)
 
     def sums(b: Builder, a: Any, first_output: Value, first_row: Value, num_rows: Value) -> Pointer:
         """[ROWS_PER_TASK, block]"""
@@ -60,20 +63,32 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bo
         with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as output:
             bias = a.bias.at(first_output + output).load(MAX_LANES) if has_bias else b.number(0.0, MAX_LANES)
             totals.at(row * block + output).store(bias)
-        with b.loop(0, a.in_features, part) as first:
-            last = b.select(first + part < a.in_features, first + part, a.in_features)
+        with b.loop(0, a.in_features, size) as first:
+            last = b.select(first + size < a.in_features, first + size, a.in_features)
 
-            def multiply(row: Value, count: int, part: tuple[Value, Value] = (first, last)) -> None:
+            def multiply(weight: Pointer, row: Value, count: int, part: tuple[Value, Value] = (first, last)) -> None:
                 rows = [row + i for i in range(count)]
                 inputs = [a.inputs.at((first_row + each) * a.in_features) for each in rows]
+                if weight.element is not element:
+                    inputs = [_widened_inputs(b, each, size, part) for each in inputs]
                 add_products(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
 
-            rest = num_rows % ROWS
-            with b.loop(0, num_rows - rest, ROWS) as row:
-                multiply(row, ROWS)
-            for count in range(1, ROWS):
-                with b.when((rest >= count) & (rest < count + 1)):
-                    multiply(num_rows - rest, count)
+            def multiply_all(weight: Pointer) -> None:
+                rest = num_rows % ROWS
+                with b.loop(0, num_rows - rest, ROWS) as row:
+                    multiply(weight, row, ROWS)
+                for count in range(1, ROWS):
+                    with b.when((rest >= count) & (rest < count + 1)):
+                        multiply(weight, num_rows - rest, count)
+
+            if widens:
+                is_many = num_rows >= _MANY_ROWS
+                with b.when(is_many):
+                    multiply_all(_widened(b, weight, block, size, (first, last)))
+                with b.otherwise(is_many):
+                    multiply_all(weight)
+            else:
+                multiply_all(weight)
         return totals
 
     def body(b: Builder, task: Value, a: Any) -> None:
@@ -94,6 +109,27 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bo
     arguments = {"inputs": element, "weight": element, "bias": ElementType.FLOAT32, "out": element}
     names = ("num_rows", "in_features", "out_features")
     return KernelSource("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
+
+
+def _widened(b: Builder, weight: Pointer, block: int, size: int, part: tuple[Value, Value]) -> Pointer:
+    """Copies the part of a block of pairs for inputs from one to another, at most `size`, to one of float32, with one
+    input after the other. Returns the place where the block's first input would be."""
+    first, last = part
+    wide = b.scratch(size * block).at(first * -block)
+    with b.loop(first, last, 2) as k, b.loop(0, block, MAX_LANES) as place:
+        halves = halves_of(b, load_pairs(weight.at(k * block + place * 2), MAX_LANES))
+        for i, half in enumerate(halves):
+            wide.at((k + i) * block + place).store(half)
+    return wide
+
+
+def _widened_inputs(b: Builder, inputs: Pointer, size: int, part: tuple[Value, Value]) -> Pointer:
+    """See `_widened`."""
+    first, last = part
+    wide = b.scratch(size).at(first * -1)
+    with b.loop(first, last, MAX_LANES) as k:
+        wide.at(k).store(inputs.at(k).load(MAX_LANES))
+    return wide
 
 
 def add_products(

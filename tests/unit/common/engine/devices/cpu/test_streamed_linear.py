@@ -13,10 +13,44 @@ from common.errors import ModelLoadError
 def linear(request):
     torch.manual_seed(0)
     layer = nn.Linear(256, 2048, dtype=request.param)
-    packed = PackedLinear(layer).packed
-    if streamed_linear.blocks_of(layer.weight.detach(), packed) is None:
+    if StreamedLinear(layer)._streamed is None:
         pytest.skip("oneDNN packs weights differently on this processor")
     return layer
+
+
+@pytest.fixture
+def no_bfloat16(monkeypatch):
+    """The processor has no instructions for bfloat16."""
+    monkeypatch.setattr(streamed_linear.pairs, "MULTIPLIES_PAIRS", False)
+    monkeypatch.setattr(streamed_linear, "has_tiles", lambda: False)
+    if not streamed_linear.is_x86():
+        pytest.skip("not on this processor")
+
+
+@pytest.mark.usefixtures("no_bfloat16")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_outputs", [16, 48, 64, 2048])
+@pytest.mark.parametrize("kind", [StreamedLinear, CompiledLinear])
+def test_bfloat16_without_instructions_for_it_does_not_go_through_onednn(kind, num_outputs, bias, monkeypatch):
+    torch.manual_seed(0)
+    layer = nn.Linear(256, num_outputs, bias=bias, dtype=torch.bfloat16)
+    assert kind is StreamedLinear or CompiledLinear.takes(layer)
+    streamed = kind(layer)
+    for name in ("__call__", "forward"):
+        monkeypatch.setattr(PackedLinear, name, lambda self, inputs: pytest.fail("went through oneDNN"))
+    inputs = torch.randn(2 * ROWS_PER_TASK + 5, 256).bfloat16()
+    expected = layer.float()(inputs.float())
+    for num_rows in (0, 1, 7, ROWS_PER_TASK, len(inputs)):
+        found = streamed(inputs[:num_rows]).float()
+        torch.testing.assert_close(found, expected[:num_rows], atol=2**-7, rtol=2**-7)
+
+
+@pytest.mark.usefixtures("no_bfloat16")
+@pytest.mark.parametrize("kind", [StreamedLinear, CompiledLinear])
+def test_sizes_that_no_kernel_takes_stay_as_they_are(kind):
+    layer = nn.Linear(40, 24, dtype=torch.bfloat16)
+    inputs = torch.randn(3, 40).bfloat16()
+    torch.testing.assert_close(kind(layer)(inputs), layer(inputs))
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 8, 16, 17, 32, 33, ROWS_PER_TASK, ROWS_PER_TASK + 1, 300])
@@ -102,7 +136,8 @@ def test_few_rows_do_not_go_through_onednn(kind, linear, monkeypatch):
 def test_a_layout_that_the_kernel_does_not_read_is_left_to_onednn(linear):
     weight = linear.weight.detach()
     packed = PackedLinear(linear).packed
-    assert streamed_linear.blocks_of(weight, packed) is not None
+    if streamed_linear.blocks_of(weight, packed) is None:
+        pytest.skip("oneDNN packs weights differently on this processor")
     changed = weight.clone()
     changed[-1, -1] += 1  # what is packed is something else, in its last block
     assert streamed_linear.blocks_of(changed, packed) is None
