@@ -6,6 +6,7 @@ kernels read the weights where they lie.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from common.engine.devices.cpu.kernels.experts import (
 )
 from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.threads import can_run_kernels
+from common.engine.devices.cpu.streamed_linear import only_widens_bfloat16
 
 _TYPES = (torch.float32, torch.bfloat16)
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # of the norm
@@ -50,7 +52,8 @@ class StreamedExperts(nn.Module):
         down: torch.Tensor = experts.down_proj.detach()  # type: ignore[operator]
         self._size, self._width = down.shape[1:]
         self._dtype = down.dtype
-        self._max_pairs = _MAX_ROWS[down.dtype] * self.num_experts
+        self._takes_all = down.dtype == torch.bfloat16 and only_widens_bfloat16()
+        self._max_pairs = sys.maxsize if self._takes_all else _MAX_ROWS[down.dtype] * self.num_experts
         element = element_type_of(down.dtype)
         self._gate = Call(gated_experts_kernel(element, self._size, self._width))
         self._gate.keep("weight", gate_up)
@@ -61,6 +64,9 @@ class StreamedExperts(nn.Module):
         """[tokens, size], and each token's experts and their weights, [tokens, choices] -> [tokens, size]. The expert
         after the last is none."""
         num_tokens, choices = index.shape
+        if num_tokens > MAX_TOKENS and self._takes_all:
+            parts = zip(*(torch.split(each, MAX_TOKENS) for each in (hidden, index, weights)), strict=True)
+            return torch.cat([self.forward(*part) for part in parts])
         if not 0 < num_tokens <= MAX_TOKENS or index.numel() > self._max_pairs:
             out: torch.Tensor = self.experts(hidden, index, weights)
             return out

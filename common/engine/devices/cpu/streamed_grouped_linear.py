@@ -33,6 +33,7 @@ from common.engine.devices.cpu.kernels.paired_grouped_linear import (
     paired_grouped_linear_kernel,
 )
 from common.engine.devices.cpu.kernels.tiles import has_tiles
+from common.engine.devices.cpu.streamed_linear import only_widens_bfloat16
 from common.engine.quantization.grouped import GroupedLinear, to_int32
 
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
@@ -71,12 +72,15 @@ class StreamedGroupedLinear(nn.Module):
         use_huge_pages(kept["weight"].data_ptr(), kept["weight"].nbytes)
         if in_pairs:
             kernel = paired_grouped_linear_kernel(codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
-            packed = not has_tiles() and self._can_multiply(element)
+            packed, weights = not has_tiles() and self._can_multiply(element), element
             widening = dequantize_pairs_kernel(codes, self._block, group, has_shift=has_shift, packed=packed)
         else:
             kernel = grouped_linear_kernel(element, codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
-            packed = element is ElementType.FLOAT32 and self._can_multiply(element)
-            widening = dequantize_kernel(element, codes, self._block, group, has_shift=has_shift)
+            is_kernel = element is ElementType.FLOAT32 or only_widens_bfloat16()
+            packed = is_kernel and self._can_multiply(ElementType.FLOAT32)
+            weights = ElementType.FLOAT32 if packed else element
+            widening = dequantize_kernel(weights, codes, self._block, group, has_shift=has_shift)
+        self._widened_dtype = weights.dtype
         self._multiply, self._dequantize = Call(kernel), Call(widening)
         for call in (self._multiply, self._dequantize):
             call.set("in_features", self.in_features)
@@ -86,8 +90,9 @@ class StreamedGroupedLinear(nn.Module):
         if bias is not None:
             self._multiply.keep("bias", bias)
         self._bias = bias
-        self._multiply_widened = Call(linear_kernel(element, self._block, has_bias=has_bias)) if packed else None
-        if self._multiply_widened is not None:
+        self._multiply_widened: Call | None = None
+        if packed:
+            self._multiply_widened = Call(linear_kernel(element, self._block, has_bias=has_bias, weights=weights))
             self._multiply_widened.set("in_features", self.in_features)
             self._multiply_widened.set("out_features", self.out_features + self._padding)
         self._reorder = None if linear.order is None else _Reorder(linear.order, dtype)
@@ -129,7 +134,7 @@ class StreamedGroupedLinear(nn.Module):
         for first in range(0, num_blocks, at_once):
             last = min(first + at_once, num_blocks)
             start, stop = first * self._block, last * self._block
-            widened = torch.empty((self.in_features, stop - start), dtype=rows.dtype)
+            widened = torch.empty((self.in_features, stop - start), dtype=self._widened_dtype)
             self._dequantize.point("out", widened)
             self._dequantize.set("first_block", first)
             is_packed = self._multiply_widened is not None

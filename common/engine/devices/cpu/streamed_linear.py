@@ -249,10 +249,14 @@ def own_blocks_of(linear: nn.Linear) -> _Blocks | None:
     return _Blocks(packed.data_ptr(), width, packed)
 
 
+def only_widens_bfloat16() -> bool:
+    """True on x86 processors without instructions for bfloat16, where torch and oneDNN are slow in it."""
+    return is_x86() and not (pairs.MULTIPLIES_PAIRS or has_tiles())
+
+
 def _own_width(linear: nn.Linear) -> int:
     """Outputs in a block of a weight that is packed here; 0 for others."""
-    has_instructions = pairs.MULTIPLIES_PAIRS or has_tiles() or not is_x86()
-    if linear.weight.dtype != torch.bfloat16 or has_instructions:
+    if linear.weight.dtype != torch.bfloat16 or not only_widens_bfloat16():
         return 0
     out_features, in_features = linear.weight.shape
     widths = (each for each in _BLOCKS if can_stream(ElementType.BFLOAT16, in_features, out_features, each))

@@ -44,17 +44,21 @@ def can_stream(element: ElementType, in_features: int, out_features: int, block:
 
 
 @kernel_factory
-def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bool = False) -> KernelSource:
+def linear_kernel(
+    element: ElementType, block: int, *, has_bias: bool, gated: bool = False, weights: ElementType | None = None
+) -> KernelSource:
     """out = inputs @ weight.T + bias; a task is one block of outputs of ROWS_PER_TASK rows, or of the rest.
 
     inputs [num_rows, in_features], out [num_rows, out_features], bias [out_features] float32, weight
     [out_features / block, in_features / pair, block, pair]; sizes as `can_stream` says. Tasks of a block lie together.
     `gated`: out [num_rows, out_features / 2] = silu(gate) * up, which are the halves of what else would be outputs.
+    `weights`: FLOAT32 for wider ones than inputs and outputs, which are of `element`.
     """
-    pair = pair_of(element)
+    weights = weights or element
+    pair = pair_of(weights)
     piece = _PIECE * pair
     widens = pair == 2 and not MULTIPLIES_PAIRS
-    size = max(piece, _PART // (block * (ElementType.FLOAT32 if widens else element).size) // piece * piece)
+    size = max(piece, _PART // (block * (ElementType.FLOAT32 if widens else weights).size) // piece * piece)
 
     def sums(b: Builder, a: Any, first_output: Value, first_row: Value, num_rows: Value) -> Pointer:
         """[ROWS_PER_TASK, block]"""
@@ -106,7 +110,7 @@ def linear_kernel(element: ElementType, block: int, *, has_bias: bool, gated: bo
                 total = silu(b, total) * ups.at(place).load(MAX_LANES)
             a.out.at((first_row + row) * size + first_output + output).store(total)
 
-    arguments = {"inputs": element, "weight": element, "bias": ElementType.FLOAT32, "out": element}
+    arguments = {"inputs": element, "weight": weights, "bias": ElementType.FLOAT32, "out": element}
     names = ("num_rows", "in_features", "out_features")
     return KernelSource("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
 

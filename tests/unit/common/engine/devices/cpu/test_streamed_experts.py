@@ -8,6 +8,7 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from common.engine.devices.cpu import streamed_experts
 from common.engine.devices.cpu.kernels.experts import MAX_TOKENS
 from common.engine.devices.cpu.streamed_experts import StreamedExperts, stream_experts
 
@@ -43,6 +44,19 @@ def test_a_token_gets_the_sum_of_its_experts(dtype: torch.dtype, tolerance: floa
         found = streamed(hidden, index, weights)
         assert (found.dtype, found.shape) == (dtype, hidden.shape)
         torch.testing.assert_close(found, own(hidden, index, weights), rtol=tolerance, atol=tolerance)
+
+
+def test_without_instructions_for_bfloat16_any_number_of_tokens_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    own = experts_of(dtype=torch.bfloat16)
+    num_tokens = 2 * MAX_TOKENS + 3
+    hidden, weights = torch.randn(num_tokens, SIZE).bfloat16(), torch.rand(num_tokens, CHOICES).bfloat16()
+    index = torch.rand(num_tokens, NUM_EXPERTS).topk(CHOICES).indices
+    expected = own(hidden, index, weights)
+    monkeypatch.setattr(streamed_experts, "only_widens_bfloat16", lambda: True)
+    streamed = StreamedExperts(own)
+    monkeypatch.setattr(own, "forward", lambda *_: pytest.fail("went through torch"))
+    torch.testing.assert_close(streamed(hidden, index, weights), expected, rtol=0.03, atol=0.03)
 
 
 def test_the_expert_after_the_last_is_none() -> None:
