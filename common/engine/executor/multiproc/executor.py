@@ -23,8 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -43,78 +42,52 @@ from common.engine.contract.step import (
     RunningStep,
     SchedulerOutput,
 )
-from common.engine.executor.multiproc.adapters import RankAdapters, RankReads
+from common.engine.executor.multiproc.adapters import RankAdapters
 from common.engine.executor.multiproc.channel import Channel
 from common.engine.executor.multiproc.digests import RankDigests, create_digests
+from common.engine.executor.multiproc.joined_facts import check_models, join_facts
 from common.engine.executor.multiproc.model_check import check_model
 from common.engine.executor.multiproc.nodes import Nodes
 from common.engine.executor.multiproc.protocol import (
     WORKER,
-    AdapterRead,
-    Cancel,
     Check,
-    Checked,
     Close,
     Decoder,
     Done,
     EndStart,
-    FromRank,
     Identified,
     IdentifyModel,
     InitializeKVCache,
     Loaded,
     LoadModel,
-    LogLine,
     Masks,
     OpenConnectors,
     Opened,
-    OwnFigures,
     RankLaunch,
-    Settled,
     StartAnswer,
-    StartLoad,
-    StartLookup,
-    StartSave,
     Step,
     StepAnswer,
-    StepDigest,
     StepDone,
     ToRanks,
-    Transfer,
     WantMasks,
     encode,
 )
+from common.engine.executor.multiproc.rank import CAUSE_TIMEOUT_S, EXIT_TIMEOUT_S, Rank, RankProcess
 from common.engine.executor.multiproc.rank_process import LocalProcess, start_rank
 from common.engine.executor.multiproc.ring import RingWriter
 from common.engine.executor.ranked_connector import join_ranks
 from common.engine.executor.staged_connector import Staging, stage_connector
-from common.engine.kv_connector import BlockTransfer, OpenConnector, TransferResult
-from common.engine.launch import EngineFailed
+from common.engine.kv_connector import OpenConnector
 from common.engine.messages import RankFigures
 from common.engine.phases import PhaseClock
-from common.engine.worker.slots import SlotHeads
 from common.engine.worker.step_measurement import measure_steps
-from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.errors import EngineDeadError
 from common.types import RequestId, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 3.0  # for ranks to close their connectors; the engine itself has few seconds more
-_EXIT_TIMEOUT_S = 5.0  # for a process whose socket is closed
-_CAUSE_TIMEOUT_S = 2.0  # for another rank's failure or end to become known, if this one has lost it
 _DRAWN = SamplingParams(temperature=1.0, seed=0, speculative=False)
-_OWN_FACTS = frozenset(
-    {
-        "available_kv_bytes",
-        "bytes_per_block",
-        "device",
-        "draft_bytes_per_block",
-        "kernels_failed",
-        "num_threads",
-        "tokenizer_directory",
-    }
-)
-
 _Answer = TypeVar("_Answer", Identified, Loaded, Done, Opened)
 
 
@@ -133,7 +106,7 @@ class MultiprocExecutor:
         self.max_concurrent_batches = config.parallel.pipeline_parallel_size
         self.runs_ahead = self.max_concurrent_batches == 1  # ranks know the tokens of a step when they come to the next
         self._timeout_s = config.parallel.step_timeout_s
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._ring: RingWriter | None = None
         self._cleanup = contextlib.ExitStack()
         self._staging = Staging(None, config)
@@ -260,7 +233,7 @@ class MultiprocExecutor:
         store = self._staging.store
         return violations if store is None else violations + store.violations()
 
-    def _checked(self, rank: _Rank) -> list[str]:
+    def _checked(self, rank: Rank) -> list[str]:
         """The rank's answer."""
         try:
             violations = rank.checked.get(timeout=self._timeout_s)
@@ -271,7 +244,7 @@ class MultiprocExecutor:
         return violations
 
     @property
-    def _answering(self) -> _Rank:
+    def _answering(self) -> Rank:
         """The first rank of the last stage."""
         return self._ranks[-self._config.parallel.tensor_parallel_size]
 
@@ -366,7 +339,7 @@ class MultiprocExecutor:
         calls.limit_receives(self._timeout_s)
         name = f"rank {len(self._ranks)} of {self._num_ranks}"
         steps = lambda: self._num_steps  # noqa: E731
-        self._ranks.append(_Rank(name, process, calls, events, self._fail, self._has_failed, steps, digests))
+        self._ranks.append(Rank(name, process, calls, events, self._fail, self._has_failed, steps, digests))
         self.adapters.ranks.append(self._ranks[-1].adapters)
 
     def _call(self, call: ToRanks, kind: type[_Answer]) -> list[_Answer]:
@@ -388,7 +361,7 @@ class MultiprocExecutor:
         except OSError as error:
             raise self._cause() from error
 
-    def _receive(self, rank: _Rank) -> bytearray:
+    def _receive(self, rank: Rank) -> bytearray:
         """A rank's next answer. The start may take minutes, as loading does, but not while a rank is stopped."""
         while True:
             if self._failure is not None:
@@ -427,7 +400,7 @@ class MultiprocExecutor:
 
     def _cause(self) -> Exception:
         """Why a socket is closed, of which the rank's thread hears at the same time."""
-        self._has_failed.wait(_CAUSE_TIMEOUT_S + _EXIT_TIMEOUT_S)
+        self._has_failed.wait(CAUSE_TIMEOUT_S + EXIT_TIMEOUT_S)
         return self._failure or EngineDeadError("a rank has closed its socket")
 
 
@@ -463,185 +436,3 @@ class Placement(Protocol):
 
     def close(self) -> None:
         """Ends them. Idempotent; safe after a partial start."""
-
-
-class RankProcess(Protocol):
-    """The process of a rank: see LocalProcess, RemoteProcess."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal, such as SIGSTOP, has stopped it."""
-
-    def end(self, timeout_s: float) -> None:
-        """Waits until it has ended, and sees to that after that time."""
-
-    def describe_end(self, timeout_s: float) -> str:
-        """How it ended, if it does so in time."""
-
-
-class _Rank:
-    """A rank's process, and the thread that listens to it."""
-
-    def __init__(
-        self,
-        name: str,
-        process: RankProcess,
-        calls: Channel,
-        events: Channel,
-        on_failure: Callable[[Exception], None],
-        has_failed: threading.Event,
-        num_steps: Callable[[], int],
-        digests: RankDigests | None,
-    ) -> None:
-        """`on_failure` is called when the process fails or ends, also if it was told to end; `has_failed` is set once
-        any rank has. `digests`: of a rank that does not see those of the first one."""
-        self.calls = calls
-        self.connector = RankConnector(events, num_steps)
-        self.name = name
-        self.figures: RankFigures | None = None  # what it last told of itself
-        self.checked: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()  # answers; None: there will be none
-        self.adapters = RankReads(name, self.connector.send)
-        self.process = process
-        self._events = events
-        self._on_failure = on_failure
-        self._has_failed = has_failed
-        self.is_elsewhere = digests is not None  # on another machine
-        self._digests = digests
-        self._thread = threading.Thread(target=self._listen, name=name.partition(" of")[0], daemon=True)
-        self._thread.start()
-
-    def end(self, timeout_s: float) -> None:
-        """Waits for the process to end, and ends it after that time."""
-        self.process.end(timeout_s)
-        self._events.shut_down()
-        self._thread.join()
-        self.calls.close()
-        self._events.close()
-
-    def _listen(self) -> None:
-        decode: Decoder[FromRank] = Decoder(FromRank)
-        try:
-            while True:
-                match decode(self._events.receive()):
-                    case Settled(results):
-                        self.connector.settle(results)
-                    case OwnFigures(figures):
-                        self.figures = figures
-                    case Checked(violations):
-                        self.checked.put(violations)
-                    case AdapterRead() as answer:
-                        self.adapters.put(answer)
-                    case LogLine(level, name, text):
-                        logging.getLogger(name).log(level, "%s: %s", self.name, text)
-                    case StepDigest(number, digest):
-                        assert self._digests is not None
-                        self._digests.note(number, digest)
-                    case EngineFailed() as failed:
-                        self._on_failure(self._describe(failed))
-        except EOFError:
-            self._on_failure(EngineDeadError(f"{self.name} {self.process.describe_end(_EXIT_TIMEOUT_S)}"))
-        except Exception as error:  # noqa: BLE001  the digests differ, or a message is invalid
-            self._on_failure(error)
-
-    def _describe(self, failed: EngineFailed) -> Exception:
-        error = failed.to_error()
-        if isinstance(error, ConfigError):
-            return error
-        if failed.kind != EngineDeadError.__name__:
-            return EngineDeadError(f"{self.name} failed: {failed.message}")
-        self._has_failed.wait(_CAUSE_TIMEOUT_S)
-        return error
-
-
-class RankConnector:
-    """See Connector. That of a rank's process."""
-
-    def __init__(self, events: Channel, num_steps: Callable[[], int]) -> None:
-        """`num_steps`: how many have computed something."""
-        self.on_settled: Callable[[], None] = lambda: None
-        self.heads: SlotHeads | None = None  # of a rank that does not see the slots
-        self._saves: dict[int, tuple[int, ...]] = {}  # its jobs and their slots
-        self._events = events
-        self._num_steps = num_steps
-        self._settled: deque[TransferResult] = deque()
-
-    def start_load(self, transfer: BlockTransfer) -> None:
-        """See Connector."""
-        if self.heads is not None and transfer.slots:
-            transfer = replace(transfer, content=self.heads.loaded(transfer.slots))
-        self.send(StartLoad(transfer, self._num_steps()))
-
-    def start_save(self, transfer: BlockTransfer) -> None:
-        """See Connector."""
-        if self.heads is not None and transfer.slots:
-            self._saves[transfer.job_id] = transfer.slots
-        self.send(StartSave(transfer, self._num_steps()))
-
-    def start_lookup(self, transfer: BlockTransfer) -> None:
-        """See Connector."""
-        self.send(StartLookup(transfer))
-
-    def cancel(self, job_id: int) -> None:
-        """See Connector."""
-        self.send(Cancel(job_id))
-
-    def poll(self) -> list[TransferResult]:
-        """See Connector."""
-        return [self._settled.popleft() for _ in range(len(self._settled))]
-
-    def settle(self, results: Sequence[TransferResult]) -> None:
-        """The rank has settled jobs. May be called from any thread."""
-        for result in results:
-            slots = self._saves.pop(result.job_id, None)
-            if self.heads is not None and slots is not None and result.num_blocks_ok:
-                self.heads.put_saved(slots, result.content)
-        self._settled.extend(results)
-        self.on_settled()
-
-    def send(self, message: Transfer) -> None:
-        """Sends the rank a message beside steps. Raises EngineDeadError if it takes none."""
-        try:
-            self._events.send(encode(message))
-        except TimeoutError as error:
-            raise EngineDeadError("a rank takes no transfers") from error
-        except OSError as error:
-            logger.debug("a rank is gone, as its thread reports: %r", error)
-
-
-def check_models(digests: Sequence[bytes], ranks_per_node: int) -> None:
-    """Raises ModelLoadError if the ranks' model files are not the same."""
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise ModelLoadError.of(
-                "model",
-                f"rank {rank}, on node {rank // ranks_per_node}, has other model files than rank 0: their "
-                f"digest is {digest.hex()[:16]}, not {digests[0].hex()[:16]}",
-            )
-
-
-def join_facts(by_rank: Sequence[ModelFacts]) -> ModelFacts:
-    """Returns the facts of the model on all ranks. Raises ModelLoadError if they have not loaded the same."""
-    first = by_rank[0]
-    for rank, other in enumerate(by_rank):
-        for field in fields(ModelFacts):
-            own, others = getattr(first, field.name), getattr(other, field.name)
-            if own != others and field.name not in _OWN_FACTS:
-                raise ModelLoadError(
-                    f"the ranks have loaded different models: {field.name} is {_shown(own)} on rank 0, "
-                    f"{_shown(others)} on rank {rank}",
-                    param="model",
-                )
-    bytes_per_block = max(facts.bytes_per_block for facts in by_rank)  # stages may have more layers or fewer
-    draft_bytes_per_block = max(facts.draft_bytes_per_block for facts in by_rank)
-    in_all = bytes_per_block + draft_bytes_per_block
-    return replace(
-        first,
-        bytes_per_block=bytes_per_block,
-        draft_bytes_per_block=draft_bytes_per_block,
-        available_kv_bytes=min(facts.available_kv_bytes * in_all // facts.bytes_of_block for facts in by_rank),
-        kernels_failed=any(facts.kernels_failed for facts in by_rank),
-    )
-
-
-def _shown(value: object) -> object:
-    return value.hex() if isinstance(value, bytes) else value

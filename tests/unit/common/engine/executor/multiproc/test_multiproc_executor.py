@@ -27,8 +27,10 @@ from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import BatchMasks, no_masks
 from common.engine.contract.step import NewRequest, NoToken, SchedulerOutput
 from common.engine.executor.fake import FakeExecutor, expected_tokens
-from common.engine.executor.multiproc.executor import MultiprocExecutor, _Rank, join_facts
+from common.engine.executor.multiproc.executor import MultiprocExecutor
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
+from common.engine.executor.multiproc.joined_facts import join_facts
+from common.engine.executor.multiproc.rank import Rank
 from common.engine.launch import EngineFailed
 from common.engine.messages import AddRequest, KVSaved, KVTransferParams, RequestOutput, TransferUpdate
 from common.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -217,16 +219,16 @@ def test_a_rank_that_is_stopped_ends_the_start() -> None:
 @pytest.mark.cell(feature="engine (fake)", degrees="2", fault="a rank fails")
 def test_a_rank_that_fails_says_why(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the other one, which has lost it, is heard first."""
-    describe, other_is_heard = _Rank._describe, threading.Event()
+    describe, other_is_heard = Rank._describe, threading.Event()
 
-    def describe_in_turn(rank: _Rank, failed: EngineFailed) -> Exception:
+    def describe_in_turn(rank: Rank, failed: EngineFailed) -> Exception:
         if rank.name == "rank 1 of 2":
             assert other_is_heard.wait(DEADLINE_S)
         else:
             other_is_heard.set()
         return describe(rank, failed)
 
-    monkeypatch.setattr(_Rank, "_describe", describe_in_turn)
+    monkeypatch.setattr(Rank, "_describe", describe_in_turn)
     with started(name=factory("create_failing")) as executor:
         assert run(executor, step([1, 2], 2, [1])) == expected_tokens([1, 2], 1)
         with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: MemoryError: out of device memory"):

@@ -20,8 +20,9 @@ from common import __version__
 from common.engine.client.inproc import InprocClient
 from common.engine.config import CacheConfig, EngineConfig, KVConnectorConfig, ParallelConfig
 from common.engine.executor.fake import expected_tokens
-from common.engine.executor.multiproc.executor import MultiprocExecutor, check_models
+from common.engine.executor.multiproc.executor import MultiprocExecutor
 from common.engine.executor.multiproc.fake import create_fake_multiproc_executor
+from common.engine.executor.multiproc.joined_facts import check_models
 from common.engine.executor.multiproc.node import connect
 from common.engine.executor.multiproc.nodes import Nodes
 from common.engine.executor.multiproc.protocol import Decoder, JoinNode, JoinRank, ToNode, encode
