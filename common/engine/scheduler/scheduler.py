@@ -45,12 +45,13 @@ from common.engine.messages import (
 )
 from common.engine.scheduler.adapters import AdapterPlaces
 from common.engine.scheduler.admissible import Limits
-from common.engine.scheduler.draft_depth import Acceptance, Candidate, DraftDepth
+from common.engine.scheduler.draft_depth import DraftDepth
 from common.engine.scheduler.grammars import Grammars, NoGrammars
 from common.engine.scheduler.integrity import overwritten
 from common.engine.scheduler.kv_transfers import HandedOver, Kept, KVTransfers, NoTransfers, Restored
 from common.engine.scheduler.lifecycle import Lifecycle
 from common.engine.scheduler.request import Request, RequestStatus
+from common.engine.scheduler.step_drafts import StepDrafts
 from common.engine.scheduler.step_plan import StepPlan
 from common.errors import ConfigError, InvalidRequestError, OverloadedError
 from common.step_budget import (
@@ -124,13 +125,18 @@ class Scheduler:
         self._lifecycle = Lifecycle(kv, self._transfers, self._grammars, self._adapters)
         self._places = self._lifecycle.places
         self._running = self._places.running
+        self._drafts = StepDrafts(
+            kv,
+            self._lifecycle,
+            DraftDepth(self._max_num_running, measured_steps, most_asked),
+            max_rows=self._max_prompt_rows,
+            max_tokens=config.max_num_batched_tokens,
+            has_model=most_asked != NOTHING_ASKED,
+        )
         measured_work = [(prefill_work(tokens, 0), seconds) for tokens, seconds in measured_steps]
         self._step_times = StepTimes.measured(config.max_num_batched_tokens, measured_work)
         self._knee = measured_knee(measured_steps)
         self._forgets_outputs = False  # in the next step
-        self._draft_depth = DraftDepth(self._max_num_running, measured_steps, most_asked)
-        self._has_draft_model = most_asked != NOTHING_ASKED
-        self._asked = NOTHING_ASKED  # by the last step
         self._num_arrivals = 0
         self._last_step_tokens = 0
         self._last_step_s = 0.0  # of one with tokens: others do not show the model's speed
@@ -188,11 +194,7 @@ class Scheduler:
             self._schedule_prompts(prompts, last, plan, now)
             if last is not None and self._may_reserve(last):
                 self._lifecycle.is_stalled = False  # what it left blocks for waits for a tier now
-        self._asked = self._ask(plan) if self._has_draft_model else NOTHING_ASKED
-        if self._lifecycle.drafts:
-            self._schedule_drafts(plan)
-        if self._asked.num_drafts:
-            self._make_room_for_what_is_asked(plan)
+        self._drafts.plan(plan, self._step_times)
         return self._build(plan)
 
     def schedule_ahead(self) -> SchedulerOutput | None:
@@ -201,15 +203,11 @@ class Scheduler:
         running = self._running
         if self._has_more_to_decide or not all(self._samples_simply(request) for request in running):
             return None
-        if self._asked.num_drafts or self._draft_depth.expects_drafts:
-            return None  # drafts may follow from the step that runs
         going_on = [request for request in running if request.num_tokens + 1 < request.max_num_tokens]
         num_grown = sum(request.num_tokens % self._block_size == 0 for request in going_on)
         if not going_on or num_grown * self._num_groups > self._kv.num_free_blocks:
             return None
-        if self._has_draft_model and self._ask_for(going_on, sum(map(_num_tokens, going_on))) != NOTHING_ASKED:
-            return None
-        if self._lifecycle.drafts and self._would_verify(going_on):
+        if self._drafts.may_follow(going_on):
             return None
         ahead = SchedulerOutput(
             num_scheduled_tokens=dict.fromkeys((request.request_id for request in going_on), 1),
@@ -287,82 +285,6 @@ class Scheduler:
             elif num_scheduled % block_size or self._grow(request, 1, plan):  # else it goes into a block begun
                 decode(request, num_scheduled)
         return prompts
-
-    def _ask(self, plan: StepPlan) -> Asked:
-        """Returns the work that the draft model may do once the step that is planned so far has sampled."""
-        if plan.has_prompts:
-            return self._draft_depth.ask_beside_prompts(self._step_times.predict(plan.work, plan.num_context_tokens))
-        return self._ask_for(list(plan.scheduled), plan.num_context_tokens)
-
-    def _ask_for(self, requests: Sequence[Request], num_context_tokens: int) -> Asked:
-        of_pod = self._draft_depth.acceptance
-        chances = [(request.acceptance or of_pod).chance for request in requests if self._may_have_drafts(request)]
-        return self._draft_depth.ask(chances, len(requests), num_context_tokens)
-
-    def _may_have_drafts(self, request: Request) -> bool:
-        """Whether the step after the next token of a request that decodes may verify some."""
-        return (
-            request.sampling.speculative
-            and not request.is_producer
-            and request.num_tokens + 2 < request.max_num_tokens  # or the last token would come after none
-        )
-
-    def _make_room_for_what_is_asked(self, plan: StepPlan) -> None:
-        """The draft model writes its KV to the blocks of the tokens that it proposes. Where there are none, it proposes
-        fewer."""
-        for request, num_tokens in plan.scheduled.items():
-            num_known = request.num_scheduled_tokens + num_tokens + 1  # if the step's drafts are right
-            num_drafts = min(self._asked.num_drafts, request.max_num_tokens - num_known - 1)
-            if num_drafts > 0 and self._may_have_drafts(request):
-                self._make_room_for_drafts(request, num_tokens - 1 + num_drafts, plan)
-
-    def _schedule_drafts(self, plan: StepPlan) -> None:
-        """Lets requests that decode in this step verify what was proposed for them, as far as it pays and the budget,
-        the memory for logits, their lengths and blocks that no request may need for another token allow. A step with
-        prompts takes the time that it may without drafts."""
-        proposed = self._lifecycle.take_drafts()
-        if plan.has_prompts:
-            return
-        verifying: list[Request] = []
-        candidates: list[Candidate] = []
-        for request, token_ids in proposed.items():
-            if plan.scheduled.get(request) == 1 and request.num_scheduled_tokens == request.num_tokens - 1:
-                candidates.append(self._candidate(request, len(token_ids)))
-                verifying.append(request)
-        room = min(plan.budget, self._max_prompt_rows - len(plan.scheduled))
-        depths = self._draft_depth.choose(candidates, len(plan.scheduled), plan.num_context_tokens, max(room, 0))
-        for request, depth in zip(verifying, depths, strict=True):
-            num_drafts = self._make_room_for_drafts(request, depth, plan) if depth else 0
-            if num_drafts:
-                plan.draft(request, proposed[request][:num_drafts], request.num_scheduled_tokens)
-
-    def _would_verify(self, running: Sequence[Request]) -> bool:
-        """Whether some of what was proposed while the step runs would be verified, were it proposed after it."""
-        room = min(self._config.max_num_batched_tokens, self._max_prompt_rows) - len(running)
-        if room <= 0:
-            return False
-        candidates = [self._candidate(each, len(drafts)) for each, drafts in self._lifecycle.drafts.items()]
-        return self._draft_depth.would_choose(candidates, len(running), sum(map(_num_tokens, running)), room)
-
-    def _candidate(self, request: Request, num_drafts: int) -> Candidate:
-        acceptance = request.acceptance
-        if acceptance is None:
-            acceptance = request.acceptance = Acceptance(self._draft_depth.acceptance)
-        most = min(num_drafts, request.max_num_tokens - request.num_tokens - 1)
-        return Candidate(most, request.num_tokens - 1, acceptance.chance)
-
-    def _make_room_for_drafts(self, request: Request, num_drafts: int, plan: StepPlan) -> int:
-        """Returns how many drafts fit its blocks, with new ones if more are free than requests run."""
-        num_tokens = request.num_scheduled_tokens + 1
-        num_missing = self._kv.num_missing_blocks(request, num_tokens + num_drafts)
-        if num_missing > max(0, self._kv.num_free_blocks - len(self._running) * self._num_groups):
-            return min(num_drafts, self._kv.capacity(request) - num_tokens)
-        if num_missing:
-            added = self._kv.grow(request, num_tokens + num_drafts)
-            assert added is not None, "so many blocks are free"
-            before = plan.new_block_ids.get(request, [[]] * self._num_groups)
-            plan.new_block_ids[request] = [ids + more for ids, more in zip(before, added, strict=True)]
-        return num_drafts
 
     def _admit_consumers(self, now: float) -> Request | None:
         """Reserve blocks for consumers, in order; those that come after the first waiting prompt leave it what it
@@ -501,7 +423,7 @@ class Scheduler:
             num_context_tokens=plan.num_context_tokens,
             dropped_request_ids=self._lifecycle.take_dropped(),
             forgets_outputs=self._forgets_outputs,
-            asked=self._asked,
+            asked=self._drafts.asked,
         )
         self._forgets_outputs = False
         for request, block_ids in plan.new_block_ids.items():
@@ -569,15 +491,13 @@ class Scheduler:
         own_s = step_s  # of the model
         if (drafting := result.drafting) is not None:
             own_s -= drafting.seconds
-            self._has_draft_model = not drafting.has_failed
-            self._draft_depth.observe_drafting(drafting)
+            self._drafts.observe_model(drafting)
         self._step_times.observe(own_s, step.work, step.num_context_tokens)
         num_tokens = step.total_num_scheduled_tokens
         if num_tokens:
             self._last_step_tokens = num_tokens
             self._last_step_s = step_s
-            if step.work == num_tokens and self._lifecycle.totals.drafts.num_proposed:  # prompts weigh more
-                self._draft_depth.observe(own_s, num_tokens, step.num_context_tokens, has_drafts=bool(step.drafts))
+            self._drafts.observe(step, own_s)
         self._lifecycle.step_ended(result, step_s)
         return self._lifecycle.take_outputs()
 
@@ -683,10 +603,6 @@ def _target_s(
     if setting != "auto":
         return setting / 1000
     return MIN_AUTO_TARGET_S if has_connector else auto_target_s(steps)  # others compute long prompts then
-
-
-def _num_tokens(request: Request) -> int:
-    return request.num_tokens
 
 
 def _order(request: Request) -> tuple[int, float, int]:

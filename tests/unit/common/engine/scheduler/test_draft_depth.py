@@ -284,7 +284,7 @@ def test_an_engine_with_a_draft_model_gains_where_it_is_right(num_requests: int,
     assert right.outputs == wrong.outputs == plain.outputs
     assert right.now < 0.8 * plain.now
     assert wrong.now < 1.05 * plain.now
-    learned = right.scheduler._draft_depth._times.drafting(num_requests, 0)
+    learned = right.scheduler._drafts._depth._times.drafting(num_requests, 0)
     assert learned == pytest.approx(CPU.at(num_requests, 0), rel=0.1), "without the draft model's time"
     assert right.num_short_of_room == wrong.num_short_of_room == 0, "blocks are there before drafts are written to them"
     assert bool(wrong.num_ahead) == runs_ahead, "steps run ahead where nothing is asked"
