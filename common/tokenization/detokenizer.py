@@ -1,8 +1,10 @@
 """Token ids in, text out, piece by piece.
 
-The text of a token depends on its neighbours: a character may be split over tokens, and sentencepiece drops the
-space before the first word. So a short window of recent tokens is decoded again for each token, and what is new in
-it is the next piece. U+FFFD at the end of the window may be a character that is not complete yet; it is held back.
+The text of a token depends on its neighbours: a character may be split over tokens. That is all with byte-level
+tokenizers, and ByteLevelDetokenizer decodes their bytes as they come. Others do more, as sentencepiece, which drops the
+space before the first word: WindowDetokenizer decodes a short window of recent tokens again for each token, and what is
+new in it is the next piece. U+FFFD at the end of the window may be a character that is not complete yet; it is held
+back.
 
 Invariant: the pieces of all pushes and of `finish()`, joined, equal the decoding of all output ids. (The only
 exception: where a decoder with byte fallback drops a whole run of bytes because a later one is invalid, pieces that
@@ -11,7 +13,9 @@ were already returned stay.)
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from common.tokenization.tokenizer import Tokenizer
 
@@ -19,21 +23,59 @@ _MAX_WINDOW = 8  # tokens decoded again per token before the window is cut
 _TAILS = range(4, 8)  # how many tokens remain of it; one of four consecutive bytes starts a character
 _MAX_HELD = 3  # an incomplete character has at most three bytes, each of which may show as one U+FFFD
 _REPLACEMENT = "\ufffd"
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class IncrementalDetokenizer:
+class Detokenizer(Protocol):
     """Detokenises one request's output; O(1) amortised per token."""
 
+    def push(self, token_id: int) -> str:
+        """Takes the next output id. Returns the text that it completes, possibly none."""
+
+    def finish(self) -> str:
+        """Returns the text held back. Called once, after the last push."""
+
+
+def create_detokenizer(
+    tokenizer: Tokenizer,
+    *,
+    context: Sequence[int] = (),
+    skip_special_tokens: bool = True,
+    spelled_ids: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """With the end of the prompt as `context`, the text continues the prompt's (a leading space is kept); without, it
+    stands alone. `spelled_ids`: special tokens that are not skipped; not with a context."""
+    kind = ByteLevelDetokenizer if tokenizer.decodes_bytes else WindowDetokenizer
+    return kind(tokenizer, context, skip_special_tokens=skip_special_tokens, spelled_ids=spelled_ids)
+
+
+class ByteLevelDetokenizer:
+    """See Detokenizer. Of tokenizers whose text is that of their tokens' bytes."""
+
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        context: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        spelled_ids: frozenset[int] = frozenset(),
+        self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool, spelled_ids: frozenset[int]
     ) -> None:
-        """With the end of the prompt as `context`, the text continues the prompt's (a leading space is kept);
-        without, it stands alone. `spelled_ids`: special tokens that are not skipped; not with a context."""
+        self._bytes_of = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids - spelled_ids if skip_special_tokens else frozenset()
+        self._decode = _Utf8Decoder(errors="replace").decode
+        for token_id in context:
+            self.push(token_id)
+
+    def push(self, token_id: int) -> str:
+        """See Detokenizer."""
+        return "" if token_id in self._skipped else self._decode(self._bytes_of(token_id))
+
+    def finish(self) -> str:
+        """See Detokenizer."""
+        return self._decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """See Detokenizer. Of any tokenizer."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool, spelled_ids: frozenset[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._spelled_ids = spelled_ids
@@ -43,14 +85,8 @@ class IncrementalDetokenizer:
         if context:
             self._open_with(context)
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next output ids. Returns the text that they complete, possibly none."""
-        # One at a time: with byte fallback, a complete character followed by half of one decodes to U+FFFD only.
-        if len(token_ids) == 1:
-            return self._push_one(token_ids[0])
-        return "".join([self._push_one(token_id) for token_id in token_ids])
-
-    def _push_one(self, token_id: int) -> str:
+    def push(self, token_id: int) -> str:
+        """See Detokenizer."""
         if self._skip_special and not (self._tokenizer.is_visible(token_id) or token_id in self._spelled_ids):
             return ""
         if not self._tokenizer.token_bytes(token_id):  # outside the vocabulary
@@ -72,7 +108,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Returns the text held back. Called once, after the last push."""
+        """See Detokenizer."""
         piece = self._decode(self._window)[len(self._sent) :]
         self._sent += piece
         return piece

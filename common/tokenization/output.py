@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.tokenization.detokenizer import IncrementalDetokenizer
+from common.tokenization.detokenizer import create_detokenizer
 from common.tokenization.stop import StopChecker, StopResult
 from common.tokenization.tokenizer import Tokenizer
 from common.types import FinishReason
@@ -49,7 +49,7 @@ class OutputProcessor:
     ) -> None:
         """`continued`: token ids of the prompt whose text the answer continues. `include_stop`: the stop string or the
         token that ends the generation is part of the text. `spelled_ids`: special tokens that are never skipped."""
-        self._detokenizer = IncrementalDetokenizer(
+        self._detokenizer = create_detokenizer(
             tokenizer,
             context=continued[-_CONTEXT_TOKENS:],
             skip_special_tokens=skip_special_tokens,
@@ -93,7 +93,7 @@ class OutputProcessor:
 
     def _spell(self, token_id: int) -> str:
         """Text that the token completes."""
-        piece = self._detokenizer.push((token_id,))
+        piece = self._detokenizer.push(token_id)
         if not self._joins_special:
             return piece
         special = self._tokenizer.added_text(token_id)

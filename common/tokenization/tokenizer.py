@@ -46,6 +46,11 @@ class Tokenizer:
         layout = repr(decoder) if decoder is not None else ""
         self.byte_level = "ByteLevel" in layout  # a token is any run of bytes, whatever characters they belong to
         self._sentencepiece = "\u2581" in layout
+        # The text of tokens is that of their bytes, whatever stands beside them.
+        self.decodes_bytes = layout.startswith("ByteLevel(") and all(
+            backend.decode([token_id], skip_special_tokens=False) == content
+            for token_id, content in self._added.items()
+        )
         # A list of token ids shares these integers: 8 bytes each in place of 40, for as long as a request lives.
         vocab = backend.get_vocab()
         self._ids = tuple(range(max(vocab.values(), default=-1) + 1))
@@ -207,7 +212,8 @@ class Tokenizer:
             return b""
         if self.byte_level:
             table = _byte_of_character()
-            return b"".join(table.get(char) or char.encode() for char in piece)
+            known = [table[char] for char in piece if char in table]
+            return b"".join(known) if len(known) == len(piece) else piece.encode()
         if match := _BYTE_PIECE.fullmatch(piece):
             return bytes.fromhex(match[1])
         return (piece.replace("\u2581", " ") if self._sentencepiece else piece).encode()

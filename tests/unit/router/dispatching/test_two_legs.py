@@ -35,11 +35,11 @@ BODY = {"prompt": PROMPT, "max_tokens": 8}
 @pytest.fixture
 def text(tokenizer):
     """Text of the first n tokens of the answer."""
-    from common.tokenization.detokenizer import IncrementalDetokenizer
+    from common.tokenization.detokenizer import create_detokenizer
 
     def text(num_tokens=8):
-        detokenizer = IncrementalDetokenizer(tokenizer, context=PROMPT)
-        return detokenizer.push(TOKENS[:num_tokens]) + detokenizer.finish()
+        detokenizer = create_detokenizer(tokenizer, context=PROMPT)
+        return "".join(map(detokenizer.push, TOKENS[:num_tokens])) + detokenizer.finish()
 
     return text
 
