@@ -14,7 +14,7 @@ DOCS := $(VENV)/.installed-docs
 DIST := $(VENV)/.installed-dist
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: up test test-slow test-busy test-deploy test-compose test-kube images test-kernels test-arm test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference architectures docs clean
+.PHONY: up test test-slow test-stalls test-busy test-deploy test-compose test-kube images test-kernels test-arm test-page test-matrix test-gpu test-dist dist clients peers mutants lint format proto api-docs chart reference architectures docs clean
 
 ## Local cluster with the demo model; prints a curl line that works. make up ARGS="--prefill 2 --decode 2"
 up: $(RUNTIME)
@@ -35,6 +35,9 @@ test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
 
 ## Unit and integration tests beside two spinning processes per core, three times: none decides by time. Two hours.
+test-stalls: $(DEV)
+	$(BIN)/pytest -n 3 -p tests.stalls tests/unit/router tests/unit/baton tests/unit/cli/top $(ARGS)
+
 test-busy: $(DEV)
 	$(BIN)/python -m tests.busy --runs 3 -n 4 --dist loadfile --timeout 900 tests/unit tests/integration $(ARGS)
 
