@@ -305,8 +305,9 @@ class Generation:
     @property
     def _has_lost_prompt(self) -> bool:
         """Whether no pod will send log probabilities of the prompt any more: a pod has them before the first token."""
-        awaits_prefill = self._legs is not None and self._legs.awaits_prefill
-        return self._output.lacks_prompt and len(self._output) > 0 and not awaits_prefill
+        if not self._output.lacks_prompt or not len(self._output):
+            return False
+        return self._legs is None or not self._legs.awaits_prefill
 
     def _lose_prompt(self) -> None:
         """The prompt must be computed again for its log probabilities, which were lost with the prefill leg."""

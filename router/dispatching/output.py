@@ -28,7 +28,8 @@ class Output:
         wants_prompt = request.sampling.prompt_logprobs is not None
         self._request = request
         self._log = TokenLog(resumption.known_token_ids if resumption is not None else ())
-        self._num_known = len(self._log)  # tokens known before this attempt began
+        self.token_ids: Sequence[int] = self._log.token_ids  # all so far
+        self._num_known = len(self.token_ids)  # before this attempt began
         self._num_prompt_logprobs = len(request.prompt_token_ids) - 1 if wants_prompt else 0  # to come before tokens
         self.prompt_logprobs: list[common_pb2.PositionLogprobs] = []  # complete with the first output; not of token 0
         self.finish_reason: FinishReason | None = resumption.finish_reason if resumption is not None else None
@@ -39,17 +40,12 @@ class Output:
         self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._log)
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """All output tokens so far."""
-        return self._log.token_ids
+        return len(self.token_ids)
 
     @property
     def num_new(self) -> int:
         """Tokens that were not known before it began."""
-        return len(self._log) - self._num_known
+        return len(self.token_ids) - self._num_known
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +66,7 @@ class Output:
             return Known((), sampling)
         if sampling.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        return Known(self._log.token_ids, sampling)
+        return Known(self.token_ids, sampling)
 
     # --- from pods ---
 
@@ -90,7 +86,7 @@ class Output:
         if not problem:
             problem = invalid_drafts(delta.num_verified_drafts, delta.num_accepted_drafts, len(delta.token_ids))
         if not problem and delta.finish_reason:
-            num_tokens = max(len(self._log), start + len(delta.token_ids))
+            num_tokens = max(len(self.token_ids), start + len(delta.token_ids))
             problem = invalid_end(delta.finish_reason, num_tokens, sampling.max_tokens)
         return problem
 
@@ -142,7 +138,11 @@ class Output:
                 if self._ended:
                     raise StopAsyncIteration
                 return self._take()
-            await self._wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
     def wake(self) -> None:
         """Something has changed."""
@@ -154,10 +154,3 @@ class Output:
         self._was_cut = self._log.has_new_tokens
         self._ended = delta.finish_reason is not None
         return delta
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None

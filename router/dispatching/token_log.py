@@ -29,9 +29,6 @@ class TokenLog:
         self._logprobs: list[common_pb2.PositionLogprobs] = []  # of the tokens not taken yet
         self._num_taken = 0
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
     @property
     def has_new_tokens(self) -> bool:
         """True if there are tokens to take."""

@@ -41,7 +41,7 @@ def test_what_is_new_is_taken_once():
     assert log.take(None) == OutputDelta(0, [5, 6], [], None)
     assert not log.has_new_tokens
     assert log.take(FinishReason.STOP) == OutputDelta(2, [], [], FinishReason.STOP)
-    assert len(log) == 2
+    assert len(log.token_ids) == 2
 
 
 def test_known_tokens_are_taken_as_well():
