@@ -35,16 +35,16 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         weight = linear.weight.detach()
         self._packed: torch.Tensor | None = None
+        is_large = weight.numel() >= _MIN_WEIGHTS_FOR_ONE_TOKEN
         if is_packed:
-            weight = torch.empty_like(weight, device="meta")
             self._plain_below = 0
         elif weight.numel() < _MIN_WEIGHTS or not _can_pack(weight.dtype):
             self._plain_below = sys.maxsize  # elements of the input
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS_HINT)  # noqa: SLF001
-            is_large = weight.numel() >= _MIN_WEIGHTS_FOR_ONE_TOKEN
             self._plain_below = 0 if is_large else 2 * self.in_features
-            weight = torch.empty_like(weight, device="meta") if is_large else weight
+        if is_large and (is_packed or self._packed is not None):
+            weight = torch.empty_like(weight, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
         self._weight = weight  # plain attributes, found without nn.Module's search
