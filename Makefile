@@ -34,10 +34,11 @@ test: lint
 test-slow: $(DEV)
 	$(BIN)/pytest -m slow $(ARGS)
 
-## Unit and integration tests beside two spinning processes per core, three times: none decides by time. Two hours.
+## Tests of the router while event loops stall at random. Seven minutes.
 test-stalls: $(DEV)
 	$(BIN)/pytest -n 3 -p tests.stalls tests/unit/router tests/unit/baton tests/unit/cli/top $(ARGS)
 
+## Unit and integration tests beside two spinning processes per core, three times: none decides by time. Two hours.
 test-busy: $(DEV)
 	$(BIN)/python -m tests.busy --runs 3 -n 4 --dist loadfile --timeout 900 tests/unit tests/integration $(ARGS)
 

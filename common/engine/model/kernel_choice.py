@@ -17,7 +17,7 @@ from common.engine.model.probe import ProbedModel, check_linears, check_recurren
 from common.engine.model.ranks import together
 from common.engine.model.source import ModelSource, load_weights
 from common.engine.model.stages import Stage
-from common.errors import ConfigError, EngineDeadError, ModelLoadError
+from common.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +146,7 @@ def _probe_packed(source: ModelSource, model: Any, stage: Stage, *, compiles: bo
     except EngineDeadError:
         raise
     except Exception as error:  # noqa: BLE001  whatever a compiler raises, or the architecture reads a layer's weight
-        if not isinstance(error, ModelLoadError):
-            _warn_of_kernels(error)
+        _warn_of_kernels(error)
         model, stage = load_weights(source)
         if compiles:
             source.device.compile_linears(model)

@@ -64,7 +64,7 @@ class StreamedLinear:
     """
 
     def __init__(self, linear: nn.Linear, *, batch_invariant: bool = False, gated: bool = False) -> None:
-        blocks = own_blocks_of(linear)
+        blocks = own_blocks_of(linear, num_parts=2 if gated else 1)
         self._packed = PackedLinear(linear, is_packed=blocks is not None)
         blocks = blocks or blocks_of(linear.weight.detach(), self._packed.packed)
         if blocks is not None:
@@ -133,7 +133,8 @@ class _Streamed:
     def __init__(self, linear: nn.Linear, blocks: _Blocks, *, any_rows: bool, gated: bool = False) -> None:
         """`any_rows`: the kernel takes more rows than it is fast for. `gated`: see StreamedLinear.gated.
         Raises ModelLoadError if a kernel of matrix instructions computes something else than torch."""
-        dtype, has_bias = linear.weight.dtype, linear.bias is not None
+        self._dtype = dtype = linear.weight.dtype
+        has_bias = linear.bias is not None
         self._is_tiled = _is_tiled(linear, blocks)
         if self._is_tiled:
             _check_tiled(linear.in_features, blocks.width, has_bias=has_bias, gated=gated)
@@ -163,6 +164,8 @@ class _Streamed:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
+        if inputs.dtype != self._dtype:
+            raise TypeError(f"inputs are of {inputs.dtype}, weights of {self._dtype}")
         inputs = inputs.contiguous()
         out = result((inputs.shape[0], self._out_features), inputs.dtype)
         if not len(inputs):
@@ -239,9 +242,10 @@ def _is_tiled(linear: nn.Linear, blocks: _Blocks) -> bool:
     return can_tile(linear.in_features, linear.out_features, blocks.width)
 
 
-def own_blocks_of(linear: nn.Linear) -> _Blocks | None:
-    """Returns the weight packed for a kernel, if that is faster than oneDNN with any number of rows."""
-    width = _own_width(linear)
+def own_blocks_of(linear: nn.Linear, num_parts: int = 1) -> _Blocks | None:
+    """Returns the weight packed for a kernel, if that is faster than oneDNN with any number of rows. No block has
+    outputs of two of the parts, if there is such a size."""
+    width = _own_width(linear, num_parts) or _own_width(linear)
     if not width:
         return None
     pair = pair_of(ElementType.BFLOAT16)
@@ -254,13 +258,13 @@ def only_widens_bfloat16() -> bool:
     return is_x86() and not (pairs.MULTIPLIES_PAIRS or has_tiles())
 
 
-def _own_width(linear: nn.Linear) -> int:
+def _own_width(linear: nn.Linear, num_parts: int = 1) -> int:
     """Outputs in a block of a weight that is packed here; 0 for others."""
     if linear.weight.dtype != torch.bfloat16 or not only_widens_bfloat16():
         return 0
     out_features, in_features = linear.weight.shape
-    widths = (each for each in _BLOCKS if can_stream(ElementType.BFLOAT16, in_features, out_features, each))
-    return next(widths, 0)
+    size = out_features // num_parts
+    return next((width for width in _BLOCKS if can_stream(ElementType.BFLOAT16, in_features, size, width)), 0)
 
 
 def blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:

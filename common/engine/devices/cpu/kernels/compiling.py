@@ -98,17 +98,19 @@ def _compiler() -> list[str]:
 @cache
 def _sources() -> str | None:
     """Digest of the source files of this process's engine. None: there are none, or one of them has changed since they
-    were imported."""
+    were imported, or cannot be read."""
     directory = Path(engine.__file__).parent
-    files = sorted(directory.rglob("*.py"))
-    if not files or max(file.stat().st_ctime for file in files) >= engine.IMPORTED_AT:
+    digest, changed_at = hashlib.sha256(), 0.0
+    try:
+        files = sorted(directory.rglob("*.py"))
+        for file in files:
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(directory)} {len(content)} ".encode())
+            digest.update(content)
+            changed_at = max(changed_at, file.stat().st_ctime)  # after the read: it may change meanwhile
+    except OSError:
         return None
-    digest = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(directory)} {len(content)} ".encode())
-        digest.update(content)
-    return digest.hexdigest()
+    return digest.hexdigest() if files and changed_at < engine.IMPORTED_AT else None
 
 
 def _features() -> str:

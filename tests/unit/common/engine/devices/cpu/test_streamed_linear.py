@@ -46,6 +46,22 @@ def test_bfloat16_without_instructions_for_it_does_not_go_through_onednn(kind, n
 
 
 @pytest.mark.usefixtures("no_bfloat16")
+def test_blocks_do_not_join_gate_and_up():
+    layer = nn.Linear(256, 2 * 3 * 32, bias=False, dtype=torch.bfloat16)  # 64 divides what both have together
+    inputs = torch.randn(3, 256).bfloat16()
+    gate, up = layer(inputs).float().chunk(2, dim=1)
+    found = StreamedLinear(layer, gated=True).gated(inputs)
+    torch.testing.assert_close(found.float(), nn.functional.silu(gate) * up, atol=2**-6, rtol=2**-6)
+
+
+@pytest.mark.usefixtures("no_bfloat16")
+@pytest.mark.parametrize("kind", [StreamedLinear, CompiledLinear])
+def test_numbers_of_another_type_are_not_taken_for_bfloat16(kind):
+    with pytest.raises(TypeError, match="inputs are of"):
+        kind(nn.Linear(256, 64, dtype=torch.bfloat16))(torch.randn(3, 256))
+
+
+@pytest.mark.usefixtures("no_bfloat16")
 @pytest.mark.parametrize("kind", [StreamedLinear, CompiledLinear])
 def test_sizes_that_no_kernel_takes_stay_as_they_are(kind):
     layer = nn.Linear(40, 24, dtype=torch.bfloat16)

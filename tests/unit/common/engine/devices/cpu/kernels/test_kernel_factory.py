@@ -114,6 +114,10 @@ def test_files_that_have_changed_since_they_were_imported_name_nothing(monkeypat
         found.append(sources())
     file.rename(file.with_name("other.py"))
     assert len({None, *found, sources()}) == 4
+    (tmp_path / ".#linear.py").symlink_to("nobody@nowhere.1")  # an editor's lock
+    assert sources() is None
+    (tmp_path / ".#linear.py").unlink()
+    assert sources() is not None
     monkeypatch.setattr(engine, "IMPORTED_AT", file.with_name("other.py").stat().st_ctime)
     assert sources() is None
 
