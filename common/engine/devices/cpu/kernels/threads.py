@@ -69,7 +69,8 @@ class Calls:
         """`blocks`: addresses."""
         self._list = (ctypes.c_int64 * (2 + len(blocks)))(_pool().address, len(blocks), *blocks)
         self._address = ctypes.addressof(self._list)
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_runner().address)
+        self._runner = _runner()  # keeps the code alive: two threads that ask first get one each
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._runner.address)
 
     def run(self, num_threads: int) -> None:
         """Does the tasks, on this thread and on at most `num_threads` - 1 others, which help one thread at a time."""

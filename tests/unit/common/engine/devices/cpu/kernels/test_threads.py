@@ -2,7 +2,9 @@
 
 import ctypes
 import errno
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +55,18 @@ def test_calls_of_several_threads_do_not_meet(adding):
     for caller in callers:
         caller.join()
     assert all(out.tolist() == [20] * NUM_TASKS for out in outs)
+
+
+def test_a_call_keeps_the_code_that_runs_it(adding):
+    """Of two threads that ask for it first at the same time, only one's is kept for others."""
+    made = [threads._runner.__wrapped__()]
+    code = weakref.ref(made[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "_runner", made.pop)
+        call = call_of(adding, torch.zeros(8))
+    gc.collect()
+    assert code() is not None
+    call.run(8, 3)
 
 
 def test_a_call_does_not_wait_for_threads_that_do_not_come(adding, monkeypatch):
