@@ -24,7 +24,7 @@ def no_bfloat16(monkeypatch):
     monkeypatch.setattr(streamed_linear.pairs, "MULTIPLIES_PAIRS", False)
     monkeypatch.setattr(streamed_linear, "has_tiles", lambda: False)
     if not streamed_linear.is_x86():
-        pytest.skip("not on this processor")
+        pytest.skip("weights in bfloat16 are packed here on x86 processors only")
 
 
 @pytest.mark.usefixtures("no_bfloat16")

@@ -114,7 +114,7 @@ def test_files_that_have_changed_since_they_were_imported_name_nothing(monkeypat
         found.append(sources())
     file.rename(file.with_name("other.py"))
     assert len({None, *found, sources()}) == 4
-    (tmp_path / ".#linear.py").symlink_to("nobody@nowhere.1")  # an editor's lock
+    (tmp_path / ".#linear.py").symlink_to("user@host.1")  # a lock file of Emacs, which leads nowhere
     assert sources() is None
     (tmp_path / ".#linear.py").unlink()
     assert sources() is not None
