@@ -3,11 +3,8 @@ once, nothing cached."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.tiny_models import MAX_MODEL_LEN, reference_model
+from tests.tiny_models import MAX_MODEL_LEN, reference_model, scratch_dir
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INNER = 4, 2, 8, 40, 64  # of heads of their own size
 DRAFT_SIZE = 100
@@ -29,8 +26,7 @@ THETA = 10000.0
 def tiny_head_dir(target: Path, *, seed: int = 0, has_embedding: bool = True, is_normed: bool = False) -> Path:
     """Directory of a random head for a tiny model. `has_embedding`: of its own, and its own hidden size;
     `is_normed`: norm_before_residual."""
-    directory = Path(tempfile.mkdtemp(prefix="baton-tiny-heads-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = scratch_dir("tiny-heads")
     config = json.loads((target / "config.json").read_text())
     target_size, vocab_size, num_layers = (config[name] for name in ("hidden_size", "vocab_size", "num_hidden_layers"))
     hidden = HIDDEN if has_embedding else target_size

@@ -3,7 +3,6 @@ float32: all tokens at once, nothing cached."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 
-from tests.tiny_models import reference_model, tiny_model_dir
+from tests.tiny_models import reference_model, scratch_dir, tiny_model_dir
 
 PREFIX = "model.layers.3."
 EPSILON = 1e-6
@@ -24,8 +23,7 @@ EPSILON = 1e-6
 @functools.cache
 def mtp_model_dir() -> Path:
     """The tiny model, whose head has the weights of its last layer, and some of its own."""
-    directory = Path(tempfile.mkdtemp(prefix="baton-tiny-mtp-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = scratch_dir("tiny-mtp")
     shutil.copytree(tiny_model_dir("deepseek_v3"), directory, dirs_exist_ok=True)
     weights = load_file(directory / "model.safetensors")
     size = weights["model.norm.weight"].shape[0]

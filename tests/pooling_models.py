@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import reference_model, tiny_config
+from tests.tiny_models import reference_model, scratch_dir, tiny_config
 
 LABELS = ("sad", "glad", "neither")
 
@@ -54,7 +53,7 @@ def without_head(base: Path, directory: Path) -> Path:
 @functools.cache
 def classifier_dir(num_labels: int = 3, kind: str = "Sequence", class_name: str = "Qwen3", **config: object) -> Path:
     """A tiny model with a classification head."""
-    directory = Path(tempfile.mkdtemp(prefix="baton-classifier-"))
+    directory = scratch_dir("classifier")
     names = dict(enumerate(LABELS[:num_labels]))
     own = {"head_dim": 16} if class_name == "Qwen3" else {}
     settings = tiny_config(f"{class_name}Config", num_labels=num_labels, id2label=names, **own, **config)

@@ -128,9 +128,14 @@ def prompt_of(length: int, *, seed: int = 0) -> list[int]:
 
 @functools.cache
 def _root() -> Path:
-    root = Path(tempfile.mkdtemp(prefix="baton-tiny-models-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return root
+    return scratch_dir("tiny-models")
+
+
+def scratch_dir(name: str) -> Path:
+    """A new directory, removed as this process ends."""
+    directory = Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 def random_model(config: PreTrainedConfig, *, seed: int = 0) -> transformers.PreTrainedModel:

@@ -10,9 +10,10 @@ rounded to other tokens, in bfloat16 often.
 With int8 the sides compute less of the same. Baton (`--quantization int8`) has int8 weights in all linear layers, and
 activations in bfloat16 if the processor multiplies that, else in float32. vLLM loads a checkpoint of compressed-tensors
 with the same int8 weights, but rounds activations to int8 for each product, too (W8A8), and keeps the output layer in
-bfloat16: other tokens are to be expected. With int8-dynamic Baton rounds activations as well. With q4_k Baton and
-llama.cpp load one GGUF file, in batches only, and no other side takes part. Sides of transformers take no part in
-any of these.
+bfloat16: other tokens are to be expected. llama.cpp rounds activations with Q8_0, and OpenVINO as it sees fit. With
+int8-dynamic Baton rounds activations as well, and the others compute what they do with int8. With q4_k Baton and
+llama.cpp load one GGUF file, in batches only, and no other side takes part. Sides of transformers take no part in any
+of these. A side that does not start is named, and left out.
 
     baton           the engine in its process, as `baton.LLM` runs it
     vllm            vLLM's engine in its process, compiled: of `make peers`, or as installed beside Baton (on a GPU)

@@ -22,6 +22,7 @@ from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS
 from common.engine.quantization.int8 import Int8Linear
 from tools.gguf_writer import write_gguf
 
+MULTIPLIED = "bfloat16" if MULTIPLIES_PAIRS else "float32"  # the smaller type that the processor has products of
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _EMBEDDINGS = "model.embed_tokens.weight"
 _LINEAR = "_proj.weight"  # how the names of linear layers end, in models of the Llama kind
@@ -41,7 +42,7 @@ _COMPRESSED_TENSORS = {
 }
 
 
-_GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "q4_k": "Q4_K"}
+_GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int8-dynamic": "Q8_0", "q4_k": "Q4_K"}
 _WEIGHT_SIZES = {"int8": 1.0, "int8-dynamic": 1.0, "q4_k": 144 / 256}  # bytes; of q4_k a block has 256
 
 
@@ -67,8 +68,6 @@ class Precision(NamedTuple):
         """Whether a side can compute in it."""
         if self.quantization == "q4_k":
             return side.startswith(("baton", "llamacpp"))
-        if side in ("openvino", "llamacpp"):
-            return self.quantization != "int8-dynamic"
         return not side.startswith(("transformers", "generate_batch")) or self.quantization is None
 
 
@@ -77,9 +76,9 @@ PRECISIONS = {
     for precision in (
         Precision("float32", "float32"),
         Precision("bfloat16", "bfloat16"),
-        Precision("int8", "bfloat16" if MULTIPLIES_PAIRS else "float32", "int8"),
-        Precision("int8-dynamic", "bfloat16" if MULTIPLIES_PAIRS else "float32", "int8-dynamic"),
-        Precision("q4_k", "bfloat16" if MULTIPLIES_PAIRS else "float32", "q4_k"),
+        Precision("int8", MULTIPLIED, "int8"),
+        Precision("int8-dynamic", MULTIPLIED, "int8-dynamic"),
+        Precision("q4_k", MULTIPLIED, "q4_k"),
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from benchmarks.compare.limits import Limits, Work
 from benchmarks.compare.peers import Side
 from benchmarks.compare.side import Generation
 from benchmarks.harness.figures import in_turn
+from benchmarks.harness.processes import ChildEndedError
 
 _CONTEXT, _DECODED = 128, 48
 FIRST_WORD = 3  # tokens below may be special
@@ -110,12 +112,16 @@ def measure_model(
     limits: Limits,
     logs: Path,
 ) -> Iterator[Row]:
-    """Measures of one model, on the sides that have a checkpoint of it. Raises ChildEndedError."""
+    """Measures of one model, on the sides that have a checkpoint of it and start. Raises ChildEndedError."""
     with ExitStack() as stack:
-        sides = [
-            stack.enter_context(Side(name, checkpoint, logs / f"{name}.log"))
-            for name, checkpoint in checkpoints.items()
-        ]
+        sides = []
+        for name, checkpoint in checkpoints.items():
+            try:
+                sides.append(stack.enter_context(Side(name, checkpoint, logs / f"{name}.log")))
+            except ChildEndedError as error:
+                if name.startswith("baton"):
+                    raise
+                print(f"{model} {precision}: {name} does not take part: {error}", file=sys.stderr)
         for measure in measures:
             yield _measure(model, precision, measure, sides, repeats, work.vocab_size, measure.limit(work, limits))
 

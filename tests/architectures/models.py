@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from common.demo_model import demo_model_path
-from tests.tiny_models import MAX_MODEL_LEN, SLIDING_WINDOW, VOCAB_SIZE, random_model
+from tests.tiny_models import MAX_MODEL_LEN, SLIDING_WINDOW, VOCAB_SIZE, random_model, scratch_dir
 
 MODEL_TYPES = (
     "afmoe",
@@ -228,8 +226,7 @@ _OWN: dict[str, dict[str, Any]] = {
 @functools.cache
 def model_dir(model_type: str, times: int = 1) -> Path:
     """Directory of the tiny model, of which stages may need the layers several times."""
-    directory = Path(tempfile.mkdtemp(prefix=f"baton-{model_type}-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = scratch_dir(model_type)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     config = _config(model_type)

@@ -13,6 +13,7 @@ from common.engine.client.inproc import InprocClient
 from common.engine.config import EngineConfig, KernelChoice, ModelConfig
 from common.engine.llm import LLM
 from common.types import SamplingParams
+from tests.architectures.models import model_dir
 from tests.integration.handoff_rig import Handoffs, create_engine, generate
 from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
 
@@ -33,11 +34,11 @@ def expected(name: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[i
     return [reference_generate(directory, prompt_of(length), MAX_TOKENS) for length in LENGTHS]
 
 
-def save_rounded(source: Path, directory: Path) -> None:
-    """The model with the weights of its linear layers rounded to 255 steps of each output."""
+def save_rounded(source: Path, directory: Path, *, kept: str = "none") -> None:
+    """The model with the weights of its linear layers, but those of this name, rounded to 255 steps of each output."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith(kept):
             weight = module.weight.detach()
             step = weight.abs().max(dim=1, keepdim=True).values / 127
             module.weight = nn.Parameter((weight / step).round() * step)
@@ -56,6 +57,15 @@ def test_tokens_are_those_of_the_rounded_weights(
         llm.reset_prefix_cache()
         together = [each.token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
     assert alone == together == expected
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "jamba"])
+def test_layers_whose_weights_the_models_own_code_reads_are_not_rounded(model_type: str, tmp_path: Path) -> None:
+    save_rounded(model_dir(model_type), tmp_path, kept="dt_proj")
+    prompts = [prompt_of(length) for length in LENGTHS]
+    with LLM(model_dir(model_type), quantization="int8", num_blocks=128, max_num_batched_tokens=64) as llm:
+        found = [each.token_ids for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert found == [reference_generate(tmp_path, prompt, MAX_TOKENS) for prompt in prompts]
 
 
 def test_handed_over_equals_colocated(tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ class RMSNorm(NamedTuple):
 
 @torch.no_grad()
 def rms_norm_of(module: nn.Module) -> RMSNorm | None:
-    """Returns what `module` computes, if that is an RMS norm over the last dimension."""
+    """Returns what `module` computes, if that is an RMS norm over the last dimension. A weight that is a buffer (Falcon
+    Mamba) is not used, and may be of another size than what is normed."""
     weight = getattr(module, "weight", None)
     epsilon = next((value for name in _EPSILON_NAMES if isinstance(value := getattr(module, name, None), float)), None)
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or epsilon is None:
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter) or epsilon is None:
         return None
     if weight.dim() != 1 or weight.dtype not in _TOLERANCES:
         return None

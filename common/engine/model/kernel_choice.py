@@ -17,7 +17,8 @@ from common.engine.model.probe import ProbedModel, check_linears, check_recurren
 from common.engine.model.ranks import together
 from common.engine.model.source import ModelSource, load_weights
 from common.engine.model.stages import Stage
-from common.errors import ConfigError, EngineDeadError
+from common.engine.quantization.absent_weight import WeightReadError
+from common.errors import ConfigError, EngineDeadError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,18 @@ def prepare_model(source: ModelSource) -> PreparedModel:
     """Loads a model and compares what each kind of kernels computes with what its own code does. Kernels that differ,
     or that cannot be compiled, are not used, and a log line says so. Raises ModelLoadError, or ConfigError if a setting
     asks for kernels that there are not."""
+    while True:
+        try:
+            return _prepare(source)
+        except WeightReadError as error:
+            if error.layer in source.read_layers:  # the checkpoint's own weights are quantised
+                reason = f"quantised weights of this model are not supported: {error}"
+                raise ModelLoadError(reason, param="model") from None
+            logger.info("some linear layers are neither packed nor quantised: %s", error)
+            source = source._replace(read_layers=source.read_layers | {error.layer})
+
+
+def _prepare(source: ModelSource) -> PreparedModel:
     device, batch_invariant = source.device, source.config.batch_invariant
     model, stage = load_weights(source)
     is_fusable = has_known_parts(model, stage)
@@ -143,9 +156,9 @@ def _probe_packed(source: ModelSource, model: Any, stage: Stage, *, compiles: bo
     try:
         if source.device.pack(model):
             return model, stage, probe_model(model, stage)
-    except EngineDeadError:
+    except (EngineDeadError, WeightReadError):
         raise
-    except Exception as error:  # noqa: BLE001  whatever a compiler raises, or the architecture reads a layer's weight
+    except Exception as error:  # noqa: BLE001  whatever a compiler raises
         _warn_of_kernels(error)
         model, stage = load_weights(source)
         if compiles:

@@ -43,6 +43,7 @@ from common.engine.model.states import (
     StateTensor,
     state_modules,
 )
+from common.engine.quantization.absent_weight import WeightReadError, name_absent_weights
 from common.errors import ConfigError, ModelLoadError
 
 _NUM_TOKENS = 12
@@ -95,7 +96,8 @@ class _Call:
 
 def probe_model(model: Any, stage: Stage) -> ProbedModel:
     """Runs the probe, with latents in place of keys and values where these compute the same. `model` is a transformers
-    causal LM, or a stage of one. Raises ModelLoadError if it cannot be served."""
+    causal LM, or a stage of one. Raises ModelLoadError if it cannot be served, and WeightReadError."""
+    name_absent_weights(model)
     latents = Latents(model)
     try:
         probed = _probe(model, stage)
@@ -225,7 +227,7 @@ def _probe(model: Any, stage: Stage) -> ProbedModel:
             for module in modules:
                 set_layer_attention(module, _attend_shortened)
             _check_equal(name, _forward(model, stage, inputs), shortened, _MAX_RELATIVE_ERROR[spec.dtype])
-    except ModelLoadError:
+    except (ModelLoadError, WeightReadError):
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, NotImplementedError) as error:
         raise ModelLoadError(f"{name} cannot run with paged attention: {_first_line(error)}", param="model") from error

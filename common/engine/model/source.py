@@ -26,6 +26,7 @@ from common.engine.model.pooling import check_direction, read_checkpoint
 from common.engine.model.rank_loader import load_rank
 from common.engine.model.stage_links import StageLinks
 from common.engine.model.stages import Stage, whole_model
+from common.engine.quantization.absent_weight import keep_weights
 from common.engine.quantization.base import QuantizedLinear, quantize_linears
 from common.engine.quantization.checkpoints.base import CheckpointFormat
 from common.errors import ConfigError, ModelLoadError
@@ -50,6 +51,7 @@ class ModelSource(NamedTuple):
     links: StageLinks
     kv_dtype: torch.dtype | None  # to which KV is quantised; None: it is not
     adapters: AdapterConfig | None
+    read_layers: frozenset[str] = frozenset()  # attributes of linear layers that stay as they are; see ReadLinear
 
     def adapted_layers(self) -> AdaptedLayers | None:
         """Returns the list of layers that adapters may change, still empty; None if there can be none."""
@@ -78,6 +80,7 @@ def load_weights(source: ModelSource) -> tuple[Any, Stage]:
     """Returns a transformers model in eval mode, on its device, and the stage of the whole that it is. Raises
     ModelLoadError, or ConfigError for a model that cannot be cut or quantised."""
     model, stage = _loaded(source)
+    keep_weights(model, source.read_layers)
     if source.quantized is not None:
         share = quantize_linears(model, source.quantized)
         if share < _EXPECTED_SHARE:  # experts, or layers that are not torch's linear ones

@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
+from common.engine.quantization.absent_weight import AbsentWeight
 from common.errors import ConfigError
 
 OverRanks = Callable[[torch.Tensor], torch.Tensor]
@@ -32,7 +33,7 @@ class QuantizedLinear(nn.Module):
         """`shape`: [out_features, in_features]"""
         super().__init__()
         self.out_features, self.in_features = shape
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        self.weight = AbsentWeight.of(shape, dtype)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @classmethod
@@ -74,8 +75,9 @@ def can_join(linears: Sequence[AnyLinear]) -> bool:
 
 
 def quantize_linears(model: nn.Module, layer: type[QuantizedLinear]) -> float:
-    """Quantises the model's linear layers, one after the other; returns their share of the weights that are multiplied.
-    Raises ConfigError if there are none. A module whose layer has some inputs only says so by `over_ranks`."""
+    """Quantises the model's linear layers but ReadLinear, one after the other; returns their share of the weights that
+    are multiplied. Raises ConfigError if there are none. A module whose layer has some inputs only says so by
+    `over_ranks`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.compare import offline
 from benchmarks.compare.checkpoints import PRECISIONS, Checkpoint, Precision, checkpoint_of, write_counting
-from benchmarks.compare.limits import work_of
+from benchmarks.compare.limits import Limits, work_of
 from benchmarks.compare.offline import Row
 from benchmarks.compare.peers import NAMES
 from benchmarks.compare.report import offline_columns, offline_row, plot, speculation_columns, speculation_row
+from benchmarks.compare.side import Generation
 from benchmarks.compare.speculation import MEASURES
+from benchmarks.harness.processes import ChildEndedError
 from tests.tiny_models import tiny_model_dir
 
 INT8 = PRECISIONS["int8"]
@@ -97,3 +102,25 @@ def test_rows_without_a_side_leave_its_cells_empty() -> None:
     assert "| 0.50 | 2.00 | 50 % | not vLLM |" in first
     assert "| 0.50 |  | 50 % | not vLLM (by design) |" in second
     assert ElementTree.fromstring(plot(rows, names)).tag.endswith("svg")
+
+
+def test_a_side_that_does_not_start_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Answering(nullcontext):
+        def __init__(self, name: str, _checkpoint: Checkpoint, _log: Path) -> None:
+            super().__init__(self)
+            self.name = name
+            if name == "openvino":
+                raise ChildEndedError("ended with code 1")
+
+        def generate(self, prompts: list[list[int]], num_tokens: int) -> Generation:
+            return Generation([[1] * num_tokens for _ in prompts], 1.0, [1.0])
+
+    monkeypatch.setattr(offline, "Side", Answering)
+    monkeypatch.setattr(offline, "_REST_S", 0)
+    work, limits = work_of(tiny_model_dir("qwen3"), INT8), Limits("bfloat16", 1.0, 1.0)
+    checkpoints = dict.fromkeys(("baton", "openvino", "llamacpp"), Checkpoint(Path(), "bfloat16", None))
+    (row,) = offline.measure_model("tiny", "int8", checkpoints, offline.MEASURES[:1], 1, work, limits, Path())
+    assert list(row.figures) == ["baton", "llamacpp"]
+    assert "openvino does not take part: ended with code 1" in capsys.readouterr().err

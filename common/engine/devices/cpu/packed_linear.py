@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from common.engine.quantization.absent_weight import AbsentWeight
+
 _TOKENS_HINT = 8  # the layout chosen for this many tokens was the best, or close to it, from 2 to 1024
 # A call of the packed kernel costs 10 us more than `linear`. Smaller weights do not win that back ...
 _MIN_WEIGHTS = 1 << 15
@@ -45,7 +47,7 @@ class PackedLinear(nn.Module):
             self._plain_below = 0 if is_large else 2 * self.in_features
         if is_large and (is_packed or self._packed is not None):
             weight = torch.empty_like(weight, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = AbsentWeight.like(weight) if weight.is_meta else nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
         self._weight = weight  # plain attributes, found without nn.Module's search
         self._bias = None if linear.bias is None else linear.bias.detach()

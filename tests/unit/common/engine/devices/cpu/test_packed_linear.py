@@ -8,7 +8,9 @@ from common.engine.devices.cpu import packed_linear
 from common.engine.devices.cpu.packed_linear import PackedLinear, missing_rows, pack_linears
 from common.engine.model import kernel_choice
 from common.engine.model.loader import load_model
+from common.engine.quantization.absent_weight import AbsentWeight, WeightReadError
 from common.errors import ModelLoadError
+from tests.architectures.models import model_dir
 from tests.tiny_models import tiny_model_dir
 
 
@@ -45,6 +47,33 @@ def test_replaces_linears_of_types_that_the_processor_has(monkeypatch):
     assert pack_linears(model) == 2
     assert isinstance(model[0], PackedLinear)
     assert isinstance(model[3][1], PackedLinear)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_layer_whose_weight_the_models_own_code_reads_is_not_packed(monkeypatch, caplog, kernels):
+    monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS_FOR_ONE_TOKEN", 1)
+    monkeypatch.setattr(packed_linear, "_MIN_WEIGHTS", 1)
+    loaded = load_model(ModelConfig(model=str(model_dir("mamba")), cpu_kernels=kernels))
+    mixer = loaded.model.backbone.layers[0].mixer
+    assert isinstance(mixer.out_proj, PackedLinear)
+    assert not mixer.dt_proj.weight.is_meta
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_to_compute_with_an_absent_weight_is_an_error():
+    weight = AbsentWeight.of(torch.Size((4, 3)), torch.float32)
+    weight.layer = "dt_proj"
+    assert (weight.shape, weight.dtype, weight.numel()) == ((4, 3), torch.float32, 12)
+    inputs = torch.ones(3, 2)
+    assert inputs.to(weight.dtype) is inputs
+    for compute in (
+        lambda: weight @ inputs,
+        lambda: weight.float()[:2] @ inputs,
+        lambda: nn.functional.linear(inputs.T, weight=weight),
+        lambda: inputs.T * weight.T[0, :3],
+    ):
+        with pytest.raises(WeightReadError, match="dt_proj"):
+            compute()
 
 
 def test_model_that_cannot_be_packed_is_loaded_as_it_is(monkeypatch):
