@@ -24,11 +24,14 @@ up: $(RUNTIME)
 # for everything it takes a third of the installation's time.
 up: PIP := $(BIN)/pip install --constraint constraints.txt $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
-## The checks and tests that CI runs, in three processes, as many tests wait; by name, as the longest files are then among
+# Tests start processes by the hundred: what these import is compiled once.
+test test-slow test-stalls test-busy test-deploy test-kernels test-matrix: export PYTHONDONTWRITEBYTECODE =
+
+## The checks and tests that CI runs, in four processes, as many tests wait; by name, as the longest files are then among
 ## the first.
 ## make test ARGS="tests/unit -x"
 test: lint
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 ## Long suites: all faults, long random runs, a soak of 10,000 requests, bigger property tests. An hour or two.
 test-slow: $(DEV)
