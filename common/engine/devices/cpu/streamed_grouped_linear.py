@@ -23,9 +23,8 @@ from common.engine.devices.cpu.kernels.grouped_linear import (
     piece_of,
     reorder_kernel,
 )
-from common.engine.devices.cpu.kernels.int8_linear import GRANULE, block_of
 from common.engine.devices.cpu.kernels.language import ElementType, element_type_of
-from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK, linear_kernel
+from common.engine.devices.cpu.kernels.linear import GRANULE, ROWS_PER_TASK, block_of, linear_kernel
 from common.engine.devices.cpu.kernels.linear import can_stream as can_multiply
 from common.engine.devices.cpu.kernels.paired_grouped_linear import (
     can_pair,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 from common.engine.devices.cpu.huge_pages import use_huge_pages
-from common.engine.devices.cpu.kernels import int8_linear, tiled_int8_linear
+from common.engine.devices.cpu.kernels import tiled_int8_linear
 from common.engine.devices.cpu.kernels.compiled import (
     Call,
     CannotRecordError,
@@ -15,8 +17,8 @@ from common.engine.devices.cpu.kernels.compiled import (
     result,
     threads_for,
 )
-from common.engine.devices.cpu.kernels.int8_linear import GRANULE, int8_linear_kernel
-from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.language import ElementType, element_type_of
+from common.engine.devices.cpu.kernels.linear import GRANULE, ROWS_PER_TASK, block_of, linear_kernel
 from common.engine.devices.cpu.kernels.tiled_int8_linear import can_tile_int8
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
 from common.engine.quantization.int8 import Int8Linear
@@ -60,20 +62,21 @@ class StreamedInt8Linear(nn.Module):
 class _Vectors:
     """Kernels of vector instructions with the weight that they read."""
 
-    most_rows = int8_linear.MAX_ROWS
+    most_rows = sys.maxsize
 
     def __init__(
         self, integers: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
         out_features, in_features = integers.shape
-        block, piece = int8_linear.block_of(out_features), int8_linear.piece_of(in_features)
-        kernel = int8_linear_kernel(element_type_of(dtype), block, piece, has_bias=bias is not None)
+        block = block_of(out_features)
+        kernel = linear_kernel(element_type_of(dtype), block, has_bias=bias is not None, weights=ElementType.INT8)
         self._call = Call(kernel, in_features=in_features, out_features=out_features)
         _keep(self._call, _in_blocks(integers, block), scale, bias)
         self._num_blocks, self._num_weights = out_features // block, integers.numel()
 
     def __call__(self, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        _run(self._call, inputs, out, self._num_blocks, self._num_weights)
+        num_tasks = -(-len(inputs) // ROWS_PER_TASK) * self._num_blocks
+        _run(self._call, inputs, out, num_tasks, self._num_weights)
 
 
 class _Tiles:
@@ -122,8 +125,8 @@ def _keep(call: Call, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Ten
         call.keep("bias", bias)
 
 
-def _run(call: Call, inputs: torch.Tensor, out: torch.Tensor, num_blocks: int, num_weights: int) -> None:
+def _run(call: Call, inputs: torch.Tensor, out: torch.Tensor, num_tasks: int, num_weights: int) -> None:
     call.point("inputs", inputs)
     call.point("out", out)
     call.set("num_rows", len(inputs))
-    call.run(num_blocks, threads_for(num_weights // _PER_NUMBER))
+    call.run(num_tasks, threads_for(num_weights // _PER_NUMBER))

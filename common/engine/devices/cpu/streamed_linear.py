@@ -29,14 +29,13 @@ from common.engine.devices.cpu.kernels.compiled import (
     threads_for,
 )
 from common.engine.devices.cpu.kernels.language import ElementType, element_type_of
-from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK, can_stream, linear_kernel, pair_of
+from common.engine.devices.cpu.kernels.linear import BLOCKS, ROWS_PER_TASK, can_stream, linear_kernel, pair_of
 from common.engine.devices.cpu.kernels.processor import is_x86
 from common.engine.devices.cpu.kernels.tiled_linear import can_tile, tiled_gated_linear_kernel, tiled_linear_kernel
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, configuration, has_tiles, rest_configuration
 from common.engine.devices.cpu.packed_linear import PackedLinear
 from common.errors import ConfigError, ModelLoadError
 
-_BLOCKS = (64, 48, 32, 16)  # outputs in a block
 _COMPARED = 1 << 22  # weights at once
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
 _MAX_ROWS_BFLOAT16 = 8  # of the kernel where oneDNN has better instructions
@@ -264,7 +263,7 @@ def _own_width(linear: nn.Linear, num_parts: int = 1) -> int:
         return 0
     out_features, in_features = linear.weight.shape
     size = out_features // num_parts
-    return next((width for width in _BLOCKS if can_stream(ElementType.BFLOAT16, in_features, size, width)), 0)
+    return next((width for width in BLOCKS if can_stream(ElementType.BFLOAT16, in_features, size, width)), 0)
 
 
 def blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | None:
@@ -276,7 +275,7 @@ def blocks_of(weight: torch.Tensor, packed: torch.Tensor | None) -> _Blocks | No
         return None  # with padding
     address: int = torch.ops.mkldnn.data_ptr(packed)
     content = torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=weight.dtype)
-    for width in _BLOCKS:
+    for width in BLOCKS:
         if can_stream(element_type_of(weight.dtype), weight.shape[1], weight.shape[0], width) and _is_packed_in(
             width, content, weight
         ):

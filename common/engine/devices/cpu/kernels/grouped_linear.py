@@ -1,8 +1,8 @@
 """Linear layers whose weights are codes of 4 or 8 bits with a scale, and perhaps a shift, for each group of inputs.
 
 Weights stay packed in memory: with few rows a linear layer takes as long as reading them. Codes become float32 numbers
-in registers, four rows at a time. For more rows each block of outputs is widened piece by piece in the core's cache, as
-in `int8_linear`. The products of an output are added up in the same order whatever the number of rows.
+in registers, four rows at a time. For more rows each block of outputs is widened piece by piece in the core's cache.
+The products of an output are added up in the same order whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from common.engine.devices.cpu.kernels import linear
 from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
-from common.engine.devices.cpu.kernels.int8_linear import copy_widened, multiply_piece
 from common.engine.devices.cpu.kernels.language import (
     FLOAT,
     INT32,
@@ -122,9 +122,9 @@ def grouped_linear_kernel(
                     if element is not ElementType.FLOAT32:
                         for i, source in enumerate(sources):
                             sources[i] = inputs.at(i * piece)
-                            copy_widened(b, source, sources[i], piece)
+                            linear.copy_widened(b, source, sources[i], piece, MAX_LANES)
                     sums = [totals.at((row + i) * block) for i in range(num_rows)]
-                    multiply_piece(b, sources, widened, sums, block, piece)
+                    linear.add_products(b, sources, widened, sums, block, (0, piece))
                 start = end
 
     return KernelSource("grouped_linear", arguments_of(element, codes), body)

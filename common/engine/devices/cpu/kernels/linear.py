@@ -4,7 +4,7 @@ With few rows a linear layer takes as long as reading its weight from memory. Ea
 back in one loop, with the sums of up to six rows in registers; the processor fetches ahead by itself. More rows take
 turns over a part of the block, which stays in the core's second cache, and many are several tasks. The products of an
 output are added up in the same order whatever the number of rows. Pairs of bfloat16 numbers are multiplied as they are
-where the processor can; elsewhere many rows share a part of the block that is widened to float32 before.
+where the processor can; elsewhere, and of int8, many rows share a part of the block that is widened to float32 before.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from common.engine.devices.cpu.kernels.pairs import MULTIPLIES_PAIRS, fma_pairs,
 ROWS_PER_TASK = 96
 ROWS = 6  # computed at once, with sums in registers
 _MAX_VECTORS = MAX_LANES * 3 // 2  # of sums, in 32 or 16 registers
-_PIECE = 16  # inputs, or pairs of them; those of a layer are a multiple
+GRANULE = 16  # inputs, or pairs of them; those of a layer are a multiple
 _UNROLLED = 4  # of these
 _PART = 1 << 17  # bytes of a block that rows take turns over
-_MANY_ROWS = 2 * ROWS  # for which it is widened
+_MANY_ROWS = 2 * ROWS  # for which it is widened, of bfloat16
+_INT8_INPUTS = 64  # of a part of int8, which is fetched while rows take turns over the one before
+_LINE = 64  # bytes that are fetched at once
+BLOCKS = (64, 48, 32, 16)  # outputs in a block
 
 
 def pair_of(element: ElementType) -> int:
@@ -40,7 +43,12 @@ def pair_of(element: ElementType) -> int:
 
 def can_stream(element: ElementType, in_features: int, out_features: int, block: int) -> bool:
     """True if the kernel takes weights of this size, packed in blocks of so many outputs."""
-    return not (in_features % (_PIECE * pair_of(element)) or out_features % block or block % MAX_LANES)
+    return not (in_features % (GRANULE * pair_of(element)) or out_features % block or block % MAX_LANES)
+
+
+def block_of(out_features: int) -> int:
+    """Outputs in a block of a weight that is packed here; of `out_features` 16 are a divisor."""
+    return next(block for block in BLOCKS if out_features % block == 0)
 
 
 @kernel_factory
@@ -52,20 +60,25 @@ def linear_kernel(
     inputs [num_rows, in_features], out [num_rows, out_features], bias [out_features] float32, weight
     [out_features / block, in_features / pair, block, pair]; sizes as `can_stream` says. Tasks of a block lie together.
     `gated`: out [num_rows, out_features / 2] = silu(gate) * up, which are the halves of what else would be outputs.
-    `weights`: FLOAT32 for wider ones than inputs and outputs, which are of `element`.
+    `weights`: FLOAT32 for wider ones than inputs and outputs, which are of `element`. INT8 for integers, which `scale`
+    [out_features] float32 multiplies once their products are added up.
     """
     weights = weights or element
+    is_int8 = weights is ElementType.INT8
     pair = pair_of(weights)
-    piece = _PIECE * pair
-    widens = pair == 2 and not MULTIPLIES_PAIRS
+    piece = GRANULE * pair
+    widens = is_int8 or (pair == 2 and not MULTIPLIES_PAIRS)
     size = max(piece, _PART // (block * (ElementType.FLOAT32 if widens else weights).size) // piece * piece)
+    if is_int8:
+        size = _INT8_INPUTS
 
     def sums(b: Builder, a: Any, first_output: Value, first_row: Value, num_rows: Value) -> Pointer:
         """[ROWS_PER_TASK, block]"""
         weight = a.weight.at(first_output * a.in_features)
         totals = b.scratch(ROWS_PER_TASK * block)
         with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as output:
-            bias = a.bias.at(first_output + output).load(MAX_LANES) if has_bias else b.number(0.0, MAX_LANES)
+            is_first = has_bias and not is_int8
+            bias = a.bias.at(first_output + output).load(MAX_LANES) if is_first else b.number(0.0, MAX_LANES)
             totals.at(row * block + output).store(bias)
         with b.loop(0, a.in_features, size) as first:
             last = b.select(first + size < a.in_features, first + size, a.in_features)
@@ -73,27 +86,39 @@ def linear_kernel(
             def multiply(weight: Pointer, row: Value, count: int, part: tuple[Value, Value] = (first, last)) -> None:
                 rows = [row + i for i in range(count)]
                 inputs = [a.inputs.at((first_row + each) * a.in_features) for each in rows]
-                if weight.element is not element:
+                if weight.element is ElementType.FLOAT32 and element is not ElementType.FLOAT32:
                     inputs = [_widened_inputs(b, each, size, part) for each in inputs]
                 add_products(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
 
-            def multiply_all(weight: Pointer) -> None:
+            def multiply_all(weight: Pointer, fetched: Pointer | None = None) -> None:
                 rest = num_rows % ROWS
                 with b.loop(0, num_rows - rest, ROWS) as row:
+                    if fetched is not None:
+                        num_turns = (num_rows - rest) // ROWS
+                        share = (num_turns + (size * block // _LINE - 1)) // num_turns
+                        with b.loop(row // ROWS * share, (row // ROWS + 1) * share) as line:
+                            b.prefetch(fetched.at(line * _LINE), 1)
                     multiply(weight, row, ROWS)
                 for count in range(1, ROWS):
                     with b.when((rest >= count) & (rest < count + 1)):
                         multiply(weight, num_rows - rest, count)
 
             if widens:
-                is_many = num_rows >= _MANY_ROWS
+                is_many = num_rows >= (ROWS + 1 if is_int8 else _MANY_ROWS)
                 with b.when(is_many):
-                    multiply_all(_widened(b, weight, block, size, (first, last)))
+                    following = weight.at(last * block) if is_int8 else None
+                    multiply_all(_widened(b, weight, block, size, (first, last)), following)
                 with b.otherwise(is_many):
                     multiply_all(weight)
             else:
                 multiply_all(weight)
         return totals
+
+    def result(b: Builder, a: Any, total: Value, output: Value) -> Value:
+        if not is_int8:
+            return total
+        scale = a.scale.at(output).load(MAX_LANES)
+        return b.fma(total, scale, a.bias.at(output).load(MAX_LANES)) if has_bias else total * scale
 
     def body(b: Builder, task: Value, a: Any) -> None:
         num_parts = (a.num_rows + (ROWS_PER_TASK - 1)) // ROWS_PER_TASK
@@ -105,21 +130,27 @@ def linear_kernel(
         ups = sums(b, a, first_output + size, first_row, num_rows) if gated else None
         with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as output:
             place = row * block + output
-            total = totals.at(place).load(MAX_LANES)
+            total = result(b, a, totals.at(place).load(MAX_LANES), first_output + output)
             if ups is not None:
-                total = silu(b, total) * ups.at(place).load(MAX_LANES)
+                up = result(b, a, ups.at(place).load(MAX_LANES), first_output + size + output)
+                total = silu(b, total) * up
             a.out.at((first_row + row) * size + first_output + output).store(total)
 
     arguments = {"inputs": element, "weight": weights, "bias": ElementType.FLOAT32, "out": element}
+    if is_int8:
+        arguments["scale"] = ElementType.FLOAT32
     names = ("num_rows", "in_features", "out_features")
     return KernelSource("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
 
 
 def _widened(b: Builder, weight: Pointer, block: int, size: int, part: tuple[Value, Value]) -> Pointer:
-    """Copies the part of a block of pairs for inputs from one to another, at most `size`, to one of float32, with one
-    input after the other. Returns the place where the block's first input would be."""
+    """Copies the part of a block for inputs from one to another, at most `size`, to one of float32, where one input is
+    after the other. Returns the place where the block's first input would be."""
     first, last = part
     wide = b.scratch(size * block).at(first * -block)
+    if weight.element is ElementType.INT8:
+        copy_widened(b, weight.at(first * block), wide.at(first * block), (last - first) * block, block)
+        return wide
     with b.loop(first, last, 2) as k, b.loop(0, block, MAX_LANES) as place:
         halves = halves_of(b, load_pairs(weight.at(k * block + place * 2), MAX_LANES))
         for i, half in enumerate(halves):
@@ -131,9 +162,15 @@ def _widened_inputs(b: Builder, inputs: Pointer, size: int, part: tuple[Value, V
     """See `_widened`."""
     first, last = part
     wide = b.scratch(size).at(first * -1)
-    with b.loop(first, last, MAX_LANES) as k:
-        wide.at(k).store(inputs.at(k).load(MAX_LANES))
+    copy_widened(b, inputs.at(first), wide.at(first), last - first, MAX_LANES)
     return wide
+
+
+def copy_widened(b: Builder, source: Pointer, target: Pointer, count: Operand, step: int) -> None:
+    """Widens `count` numbers to float32, `step` at once."""
+    with b.loop(0, count, step) as start:
+        for place in range(0, step, MAX_LANES):
+            target.at(start + place).store(source.at(start + place).load(MAX_LANES))
 
 
 def add_products(

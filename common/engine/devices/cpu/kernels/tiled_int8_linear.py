@@ -1,7 +1,8 @@
 """Linear layers with int8 weights for activations in bfloat16, with the matrix instructions of x86 processors (AMX).
 
-As `int8_linear`, but weights are widened to bfloat16, which holds them exactly, as tile registers take them. Up to 32
-rows are multiplied while the weight is read; for more of them, a piece of the weight is widened at a time.
+Weights are widened to bfloat16, which holds them exactly, as tile registers take them. Up to 32 rows are multiplied
+while the weight is read; for more of them, a piece of the weight is widened at a time. An output is scaled when it is
+complete: rounding the weights is all that int8 changes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
-from common.engine.devices.cpu.kernels.int8_linear import arguments_of, write_scaled
 from common.engine.devices.cpu.kernels.language import Builder, ElementType, Pointer, Value
 from common.engine.devices.cpu.kernels.pairs import paired_integers
 from common.engine.devices.cpu.kernels.tiles import (
@@ -64,9 +64,9 @@ def few_int8_rows_kernel(*, num_tiles: int, has_bias: bool) -> KernelSource:
         for register, place in _places(sums, num_tiles):
             store_tile(register, place, BLOCK)
         release_tiles(b)
-        write_scaled(b, a, sums, first_output=task * BLOCK, block=BLOCK, lanes=TILE, has_bias=has_bias)
+        _write_scaled(b, a, sums, task * BLOCK, has_bias=has_bias)
 
-    return KernelSource("few_int8_rows", arguments_of(ElementType.BFLOAT16, "configuration"), body)
+    return KernelSource("few_int8_rows", _arguments("configuration"), body)
 
 
 @kernel_factory
@@ -92,9 +92,25 @@ def many_int8_rows_kernel(piece: int, *, has_bias: bool) -> KernelSource:
                 for register, sums in _places(totals.at(row * BLOCK), num_tiles):
                     store_tile(register, sums, BLOCK)
         release_tiles(b)
-        write_scaled(b, a, totals, first_output=task * BLOCK, block=BLOCK, lanes=TILE, has_bias=has_bias)
+        _write_scaled(b, a, totals, task * BLOCK, has_bias=has_bias)
 
-    return KernelSource("many_int8_rows", arguments_of(ElementType.BFLOAT16, "whole", "rest"), body)
+    return KernelSource("many_int8_rows", _arguments("whole", "rest"), body)
+
+
+def _arguments(*configurations: str) -> dict[str, ElementType | None]:
+    floats, halves = ElementType.FLOAT32, ElementType.BFLOAT16
+    numbers = {"inputs": halves, "weight": ElementType.INT8, "scale": floats, "bias": floats, "out": halves}
+    others = dict.fromkeys(("num_rows", "in_features", "out_features"))
+    return numbers | dict.fromkeys(configurations, ElementType.INT8) | others
+
+
+def _write_scaled(b: Builder, a: Any, totals: Pointer, first_output: Value, *, has_bias: bool) -> None:
+    """out = totals * scale + bias, for a block of outputs of all rows; totals are [rows, BLOCK]."""
+    with b.loop(0, a.num_rows) as row, b.loop(0, BLOCK, TILE) as place:
+        output = first_output + place
+        total, scale = totals.at(row * BLOCK + place).load(TILE), a.scale.at(output).load(TILE)
+        result = b.fma(total, scale, a.bias.at(output).load(TILE)) if has_bias else total * scale
+        a.out.at(row * a.out_features + output).store(result)
 
 
 def _widen(b: Builder, weight: Pointer, widened: Pointer) -> None:

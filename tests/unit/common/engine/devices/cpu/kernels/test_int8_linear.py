@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from common.engine.devices.cpu.kernels import int8_linear, tiled_int8_linear
+from common.engine.devices.cpu.kernels import linear, tiled_int8_linear
 from common.engine.devices.cpu.kernels.compiled import Call
-from common.engine.devices.cpu.kernels.int8_linear import MAX_ROWS, block_of, int8_linear_kernel, piece_of
-from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.language import ElementType, element_type_of
+from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK, block_of, linear_kernel
 from common.engine.devices.cpu.kernels.tiled_int8_linear import (
     BLOCK,
     can_tile_int8,
@@ -15,7 +15,7 @@ from common.engine.devices.cpu.kernels.tiled_int8_linear import (
 )
 from common.engine.devices.cpu.kernels.tiles import MAX_TILE_ROWS, TILE, configuration, has_tiles, rest_configuration
 
-IN_FEATURES, OUT_FEATURES = 96, 192
+IN_FEATURES, OUT_FEATURES, MAX_ROWS = 288, 192, 384
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
@@ -33,7 +33,7 @@ class Layer:
         bias = None if self.bias is None else self.bias.double()
         return torch.nn.functional.linear(self.inputs.double(), weight, bias)
 
-    def multiply(self, kernel, block, num_rows, **configurations):
+    def multiply(self, kernel, block, num_rows, num_parts=1, **configurations):
         inputs = self.inputs[:num_rows].clone()
         packed = self.weight.view(-1, block, IN_FEATURES).transpose(1, 2).contiguous()
         out = torch.full((num_rows, OUT_FEATURES), torch.nan, dtype=inputs.dtype)
@@ -49,7 +49,7 @@ class Layer:
             out_features=OUT_FEATURES,
             **{name: tensor.data_ptr() for name, tensor in configurations.items()},
         )
-        call.run(OUT_FEATURES // block, 2)
+        call.run(OUT_FEATURES // block * num_parts, 2)
         return out
 
 
@@ -58,21 +58,22 @@ class Layer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_the_same_and_each_row_whatever_is_beside_it(dtype, block, has_bias):
     layer = Layer(dtype, has_bias=has_bias)
-    kernel = int8_linear_kernel(element_type_of(dtype), block, piece_of(IN_FEATURES), has_bias=has_bias)
-    whole = layer.multiply(kernel, block, MAX_ROWS)
+    kernel = linear_kernel(element_type_of(dtype), block, has_bias=has_bias, weights=ElementType.INT8)
+    whole = layer.multiply(kernel, block, MAX_ROWS, num_parts=MAX_ROWS // ROWS_PER_TASK)
     torch.testing.assert_close(whole.double(), layer.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    for num_rows in (1, 2, 3, 4, 7, 13, 100):
-        assert torch.equal(layer.multiply(kernel, block, num_rows), whole[:num_rows])
+    for num_rows in (1, 2, 3, 4, 7, 13, 90, 100):
+        found = layer.multiply(kernel, block, num_rows, num_parts=-(-num_rows // ROWS_PER_TASK))
+        assert torch.equal(found, whole[:num_rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrower_vectors_give_the_same(dtype, monkeypatch):
     layer = Layer(dtype, has_bias=True)
     found = []
-    for lanes in (int8_linear.MAX_LANES, int8_linear.MAX_LANES // 2):
-        monkeypatch.setattr(int8_linear, "MAX_LANES", lanes)
-        monkeypatch.setattr(int8_linear, "_MAX_VECTORS", lanes)
-        kernel = int8_linear_kernel.__wrapped__(element_type_of(dtype), 64, piece_of(IN_FEATURES), has_bias=True)
+    for lanes in (linear.MAX_LANES, linear.MAX_LANES // 2):
+        monkeypatch.setattr(linear, "MAX_LANES", lanes)
+        monkeypatch.setattr(linear, "_MAX_VECTORS", lanes * 3 // 2)
+        kernel = linear_kernel.__wrapped__(element_type_of(dtype), 64, has_bias=True, weights=ElementType.INT8)
         found.append(layer.multiply(kernel, 64, 7))
     assert torch.equal(*found)
 
@@ -100,7 +101,6 @@ def test_tiles_compute_the_same_and_each_row_whatever_is_beside_it(has_bias, pie
 
 def test_sizes():
     assert [block_of(size) for size in (128, 96, 32, 80)] == [64, 48, 32, 16]
-    assert [piece_of(size) for size in (96, 80)] == [32, 16]
     assert [tiled_int8_linear.piece_of(size) for size in (768, 2048, 96)] == [256, 256, 96]
     assert can_tile_int8(96, 64)
     assert not can_tile_int8(48, 64)
