@@ -56,7 +56,8 @@ class OutputProcessor:
             spelled_ids=spelled_ids,
         )
         self._tokenizer = tokenizer
-        self._joins_special = not (skip_special_tokens or spaces_between_special_tokens)
+        joins_special = not (skip_special_tokens or spaces_between_special_tokens)
+        self._spell = self._spell_joined if joins_special else self._detokenizer.push
         self._was_special = False  # the token before was
         self._include_stop = include_stop
         self._stop = StopChecker(stops, is_included=include_stop)
@@ -91,11 +92,9 @@ class OutputProcessor:
             text += self._stop.finish()
         return OutputPiece(text, offsets, result.stop, hidden_text)
 
-    def _spell(self, token_id: int) -> str:
-        """Text that the token completes."""
+    def _spell_joined(self, token_id: int) -> str:
+        """Text that the token completes, of special tokens without spaces between them."""
         piece = self._detokenizer.push(token_id)
-        if not self._joins_special:
-            return piece
         special = self._tokenizer.added_text(token_id)
         joins, self._was_special = self._was_special and special is not None, special is not None
         return special if joins and special is not None else piece

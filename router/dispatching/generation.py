@@ -166,7 +166,7 @@ class Generation:
     def on_delta(self, delta: pods_pb2.TokenDelta, now: float) -> None:
         """See DeltaSink."""
         output = self._output
-        is_invalid = delta.start_index > len(output)
+        is_invalid = delta.start_index > len(output.token_ids)
         if problem := output.problem_in(delta, self._vocab_size):
             self._on_disagreement(problem, is_invalid=True)
             return
@@ -175,7 +175,8 @@ class Generation:
         if not self.timeline.has_report and delta.HasField("report"):
             report = checked_report(delta.report, len(self.request.prompt_token_ids))
             self._record.reported(report, now, self._decode_address)
-        if delta.token_ids and (conflict := self._accept(delta.start_index, delta.token_ids, delta.logprobs, now)):
+        token_ids = delta.token_ids
+        if token_ids and (conflict := self._accept(delta.start_index, token_ids, delta.logprobs, now)):
             self._on_disagreement(conflict, is_invalid=is_invalid)
             return
         if delta.num_verified_drafts:
@@ -323,9 +324,9 @@ class Generation:
     ) -> str:
         """Take tokens from output index `start` on, each index once. Returns what is wrong with them, or ""."""
         output = self._output
-        num_before = len(output)
+        num_before = len(output.token_ids)
         conflict = output.accept(start, token_ids, logprobs)
-        if len(output) > num_before:
+        if len(output.token_ids) > num_before:
             if self._record.progressed(num_before, output.num_new, now) and self._legs is not None:
                 self._legs.decode.claim.prefilled(now)
             self._retries.progressed()

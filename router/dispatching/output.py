@@ -32,6 +32,7 @@ class Output:
         self._num_known = len(self.token_ids)  # before this attempt began
         self._num_prompt_logprobs = len(request.prompt_token_ids) - 1 if wants_prompt else 0  # to come before tokens
         self.prompt_logprobs: list[common_pb2.PositionLogprobs] = []  # complete with the first output; not of token 0
+        self.lacks_prompt = self._num_prompt_logprobs > 0  # those are still to come
         self.finish_reason: FinishReason | None = resumption.finish_reason if resumption is not None else None
         self.held_end: FinishReason | None = None  # it ended on its pods, and these have not come yet
         self.error: BatonError | None = None
@@ -53,11 +54,6 @@ class Output:
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def lacks_prompt(self) -> bool:
-        """Whether log probabilities of the prompt are still to come."""
-        return len(self.prompt_logprobs) < self._num_prompt_logprobs
-
-    @property
     def known(self) -> Known:
         """Returns the start of the next attempt. Where the prompt is computed again for its log probabilities, the
         output is, too; each token is compared with the known one."""
@@ -73,20 +69,21 @@ class Output:
     def problem_in(self, delta: pods_pb2.TokenDelta, vocab_size: int) -> str:
         """Returns the problem with a decode pod's message; empty: there is none."""
         start, sampling = delta.start_index, self._request.sampling
+        token_ids, logprobs, prompt_logprobs = delta.token_ids, delta.logprobs, delta.prompt_logprobs  # wrapped once
         problem = ""
-        if delta.prompt_logprobs:
+        if prompt_logprobs:
             num_prompt_tokens = len(self._request.prompt_token_ids)
             problem = invalid_prompt_logprobs(
-                delta.prompt_start, delta.prompt_logprobs, num_prompt_tokens, sampling, vocab_size
+                delta.prompt_start, prompt_logprobs, num_prompt_tokens, sampling, vocab_size
             )
             if delta.prompt_start > len(self.prompt_logprobs) + 1:
                 problem = problem or f"log probabilities from token {delta.prompt_start} of the prompt on"
-        if not problem and (delta.token_ids or delta.logprobs):
-            problem = invalid_tokens(start, delta.token_ids, delta.logprobs, sampling, vocab_size)
+        if not problem and (token_ids or logprobs):
+            problem = invalid_tokens(start, token_ids, logprobs, sampling, vocab_size)
         if not problem:
-            problem = invalid_drafts(delta.num_verified_drafts, delta.num_accepted_drafts, len(delta.token_ids))
+            problem = invalid_drafts(delta.num_verified_drafts, delta.num_accepted_drafts, len(token_ids))
         if not problem and delta.finish_reason:
-            num_tokens = max(len(self.token_ids), start + len(delta.token_ids))
+            num_tokens = max(len(self.token_ids), start + len(token_ids))
             problem = invalid_end(delta.finish_reason, num_tokens, sampling.max_tokens)
         return problem
 
@@ -114,6 +111,7 @@ class Output:
         """Take those of prompt tokens from index `start` on, each once."""
         if self.lacks_prompt:
             self.prompt_logprobs.extend(logprobs[len(self.prompt_logprobs) + 1 - start :])
+            self.lacks_prompt = len(self.prompt_logprobs) < self._num_prompt_logprobs
 
     def end(self, reason: FinishReason) -> bool:
         """It has ended on its pods. False: the end is held until the log probabilities of the prompt have come."""

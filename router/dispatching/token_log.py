@@ -26,13 +26,9 @@ class TokenLog:
     def __init__(self, known: Sequence[int] = ()) -> None:
         """`known`: tokens that were generated before; their log probabilities are not."""
         self.token_ids = list(known)
+        self.has_new_tokens = bool(known)  # there are tokens to take
         self._logprobs: list[common_pb2.PositionLogprobs] = []  # of the tokens not taken yet
         self._num_taken = 0
-
-    @property
-    def has_new_tokens(self) -> bool:
-        """True if there are tokens to take."""
-        return self._num_taken < len(self.token_ids)
 
     def accept(self, start: int, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]) -> str:
         """Add tokens from output index `start` on; those known already are compared. Returns what is wrong with them,
@@ -45,15 +41,21 @@ class TokenLog:
                 if token_id != self.token_ids[index]:
                     return f"token {token_id} at index {index}, accepted was {self.token_ids[index]}"
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-        self.token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs)
+        if token_ids:
+            self.token_ids.extend(token_ids)
+            self._logprobs.extend(logprobs)
+            self.has_new_tokens = True
         return ""
 
     def take(self, finish_reason: FinishReason | None) -> OutputDelta:
         """Takes the new tokens, at most _MAX_TAKEN; `finish_reason` comes with the last."""
-        start, self._num_taken = self._num_taken, min(self._num_taken + _MAX_TAKEN, len(self.token_ids))
+        start = self._num_taken
+        token_ids = self.token_ids[start : start + _MAX_TAKEN]
+        self._num_taken += len(token_ids)
         num_left = len(self.token_ids) - self._num_taken
-        num_logprobs = max(0, len(self._logprobs) - num_left)
-        logprobs, self._logprobs = self._logprobs[:num_logprobs], self._logprobs[num_logprobs:]
-        token_ids = self.token_ids[start : self._num_taken]
+        self.has_new_tokens = num_left > 0
+        logprobs = self._logprobs
+        if logprobs:
+            num_taken = max(0, len(logprobs) - num_left)
+            logprobs, self._logprobs = logprobs[:num_taken], logprobs[num_taken:]
         return OutputDelta(start, token_ids, logprobs, None if num_left else finish_reason)

@@ -58,13 +58,16 @@ def invalid_tokens(
     vocab_size: int,
 ) -> str:
     """Returns the problem with tokens from output index `start` on; empty: there is none."""
-    if token_ids and max(token_ids) >= vocab_size:
+    num_tokens = len(token_ids)
+    if num_tokens and max(token_ids) >= vocab_size:
         return f"token {max(token_ids)} is outside the vocabulary of {vocab_size}"
-    if start + len(token_ids) > sampling.max_tokens:
-        return f"{start + len(token_ids)} tokens, {sampling.max_tokens} were asked for"
-    num_expected = 0 if sampling.num_logprobs is None else len(token_ids)
+    if start + num_tokens > sampling.max_tokens:
+        return f"{start + num_tokens} tokens, {sampling.max_tokens} were asked for"
+    num_expected = 0 if sampling.num_logprobs is None else num_tokens
     if len(logprobs) != num_expected:
-        return f"{len(logprobs)} log probabilities of {len(token_ids)} tokens"
+        return f"{len(logprobs)} log probabilities of {num_tokens} tokens"
+    if not num_expected:
+        return ""
     return _invalid_logprobs(logprobs, sampling.num_logprobs or 0, vocab_size)
 
 
