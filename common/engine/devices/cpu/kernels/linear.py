@@ -77,9 +77,10 @@ def linear_kernel(
         weight = a.weight.at(first_output * a.in_features)
         totals = b.scratch(ROWS_PER_TASK * block)
         with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as output:
-            is_first = has_bias and not is_int8
-            bias = a.bias.at(first_output + output).load(MAX_LANES) if is_first else b.number(0.0, MAX_LANES)
-            totals.at(row * block + output).store(bias)
+            start = b.number(0.0, MAX_LANES)
+            if has_bias and not is_int8:
+                start = a.bias.at(first_output + output).load(MAX_LANES)
+            totals.at(row * block + output).store(start)
         with b.loop(0, a.in_features, size) as first:
             last = b.select(first + size < a.in_features, first + size, a.in_features)
 

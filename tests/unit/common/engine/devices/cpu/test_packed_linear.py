@@ -60,6 +60,15 @@ def test_a_layer_whose_weight_the_models_own_code_reads_is_not_packed(monkeypatc
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_a_checkpoint_whose_quantised_weights_the_models_own_code_reads_is_refused(monkeypatch):
+    def read(source):
+        raise WeightReadError("dt_proj")
+
+    monkeypatch.setattr(kernel_choice, "_prepare", read)
+    with pytest.raises(ModelLoadError, match=r"quantised weights of this model are not supported: .*'dt_proj'"):
+        load_model(ModelConfig(model=str(tiny_model_dir("llama"))))
+
+
 def test_to_compute_with_an_absent_weight_is_an_error():
     weight = AbsentWeight.of(torch.Size((4, 3)), torch.float32)
     weight.layer = "dt_proj"
