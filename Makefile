@@ -20,9 +20,10 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 up: $(RUNTIME)
 	@exec $(BIN)/baton up $(ARGS)
 
-# Shows what is installed, and leaves bytecode to the first start, which writes it for what is imported, in five seconds:
-# for everything it takes a third of the installation's time.
+# Bytecode is left to the first process, which writes it for what is imported, in five seconds: for everything it takes a
+# third of the installation's time. `make up` shows what is installed.
 up: PIP := $(BIN)/pip install --constraint constraints.txt $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
+test: PIP += --no-compile
 
 # Tests start processes by the hundred: what these import is compiled once.
 test test-slow test-stalls test-busy test-deploy test-kernels test-matrix: export PYTHONDONTWRITEBYTECODE =
@@ -154,17 +155,16 @@ chart: $(DEV)
 	$(BIN)/python -m tests.deploy.values_schema
 	$(BIN)/python -m tests.deploy.values_page
 
-$(RUNTIME): pyproject.toml constraints.txt
+$(RUNTIME): EXTRAS := all
+$(DEV): EXTRAS := all,dev
+
+$(RUNTIME) $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	@echo "Installing Baton and PyTorch in $(VENV): 2 GB, once."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[all]'
-	@touch $@
-
-$(DEV): $(RUNTIME)
-	$(PIP) --editable '.[all,dev]'
-	@touch $@
+	$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $(RUNTIME) $@
 
 $(MUTANTS): $(DEV)
 	$(PIP) --editable '.[mutants]'

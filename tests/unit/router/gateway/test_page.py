@@ -100,8 +100,8 @@ async def test_the_clusters_pods_their_load_and_handoffs_between_them(start_clus
     stats.drafts.num_verified, stats.drafts.num_accepted, stats.drafts.num_verifications = 9, 6, 3
     await decode.set_stats(stats)
     (seen,) = cluster.router.cluster.decode_pods
+    decode.allowed = 1
     async with Stream(cluster) as stream:
-        decode.allowed = 1
         await stream.next()
         while seen.stats.num_running != 3:  # comes by itself
             view = (await cluster.client.get("/v1/cluster")).json()
