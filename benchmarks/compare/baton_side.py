@@ -76,9 +76,13 @@ class BatonPooling(Baton):
 
 
 def load(name: str, directory: str, dtype: str, quantization: str | None) -> Baton:
-    """Returns the side of this name with a model."""
+    """Returns the side of this name with a model. Raises RuntimeError if its kernels compute something else."""
     side = BatonPooling if name == "baton_pooling" else Baton
-    return side(InprocClient(offline_config(directory, dtype, quantization, **_OPTIONS.get(name, {}))))
+    client = InprocClient(offline_config(directory, dtype, quantization, **_OPTIONS.get(name, {})))
+    if client.spec.kernels_failed:  # it would be served all the same, tens of times as slowly; the log says why
+        client.close()
+        raise RuntimeError(f"no kernels for {directory} in {dtype}, quantization {quantization}")
+    return side(client)
 
 
 def offline_config(

@@ -15,7 +15,14 @@ from common.engine.llm import LLM
 from common.types import SamplingParams
 from tests.architectures.models import model_dir
 from tests.integration.handoff_rig import Handoffs, create_engine, generate
-from tests.tiny_models import TINY_MODELS, prompt_of, reference_generate, tiny_model_dir
+from tests.tiny_models import (
+    TINY_MODELS,
+    prompt_of,
+    random_model,
+    reference_generate,
+    tiny_config,
+    tiny_model_dir,
+)
 
 LENGTHS = (1, 3, 5, 11, 37, 90)
 MAX_TOKENS = 6
@@ -44,6 +51,16 @@ def save_rounded(source: Path, directory: Path, *, kept: str = "none") -> None:
             module.weight = nn.Parameter((weight / step).round() * step)
     model.config.tie_word_embeddings = False  # embeddings are not rounded
     model.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_activations_that_are_rounded_otherwise_cost_no_kernels(seed: int, tmp_path: Path) -> None:
+    """A difference in the last bit, by the order of a sum, makes one of some activations another step of 255, and the
+    next layer makes more of it: kernels that compute the same are not told by the last bits."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+    random_model(tiny_config("LlamaConfig", **shape), seed=seed).save_pretrained(tmp_path)
+    with LLM(tmp_path, quantization="int8-dynamic", dtype="float32", num_blocks=16) as llm:
+        assert llm.spec.kernels == "fused"
 
 
 @pytest.mark.parametrize("cpu_kernels", ["auto", pytest.param("reference", marks=pytest.mark.matrix)])

@@ -28,6 +28,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer in some format. `weight` keeps shape and type of the layer's own but no data."""
 
     needs_kernels: ClassVar[bool] = False  # it is of use on devices with kernels for it only
+    rounds_inputs: ClassVar[bool] = False  # to few steps: inputs that hardly differ may differ by one
 
     def __init__(self, shape: torch.Size, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         """`shape`: [out_features, in_features]"""

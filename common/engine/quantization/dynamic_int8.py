@@ -17,6 +17,8 @@ LARGEST = 127
 class DynamicInt8Linear(Int8Linear):
     """See QuantizedLinear."""
 
+    rounds_inputs = True
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """See QuantizedLinear."""
         rounded, scale = rounded_rows(inputs)

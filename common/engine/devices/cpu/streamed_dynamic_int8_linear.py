@@ -36,6 +36,8 @@ class StreamedDynamicInt8Linear(nn.Module):
     """See PerToken, and for use in a model's own code a module. A row's result does not depend on how many rows there
     are. `linear` may be given up."""
 
+    rounds_inputs = True
+
     def __init__(self, linear: DynamicInt8Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -98,6 +100,8 @@ class StreamedDynamicInt8Linear(nn.Module):
 
 class RoundedInputsLinear(nn.Module):
     """See StreamedDynamicInt8Linear, for other processors: rounded activations go through kernels for int8 weights."""
+
+    rounds_inputs = True
 
     def __init__(self, linear: DynamicInt8Linear, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """`multiply`: by the layer's weight, without its bias."""

@@ -1,12 +1,18 @@
 """The probe refuses what the known arguments do not describe."""
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from common.engine.contract.kv_groups import Window
 from common.engine.model.attention_hook import ATTENTION_NAME
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import whole_model
+from common.engine.quantization.base import quantize_linears
+from common.engine.quantization.dynamic_int8 import DynamicInt8Linear
+from common.engine.quantization.int8 import Int8Linear
 from common.errors import ModelLoadError
 from tests.tiny_models import SLIDING_WINDOW, random_model, tiny_config, tiny_model_dir
 
@@ -59,6 +65,17 @@ def test_other_results_than_its_own_attention_are_refused(model):
     attention.forward = biased
     with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
         probe_model(model, whole_model(model))
+
+
+@pytest.mark.parametrize(("layer", "is_like_it"), [(Int8Linear, False), (DynamicInt8Linear, True)])
+def test_rounded_inputs_let_differences_grow(model, layer, is_like_it):
+    quantize_linears(model, layer)
+    probed = probe_model(model, whole_model(model))
+    noise = torch.randn(probed.outputs.shape, generator=torch.Generator().manual_seed(0)) * probed.outputs.std()
+    with nullcontext() if is_like_it else pytest.raises(ModelLoadError, match="differs from"):
+        probed.check("kernels", probed.outputs + 0.03 * noise)
+    with pytest.raises(ModelLoadError, match="differs from"):
+        probed.check("kernels", probed.outputs + 0.5 * noise)
 
 
 def test_a_model_that_takes_no_positions_is_refused():
