@@ -51,8 +51,9 @@ _PARTS = (range(6), range(6, 10), range(10, 11), range(11, _NUM_TOKENS))  # of t
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits
-_MAX_QUANTIZED_ERROR = 0.05  # the same: where numbers differ in their last bits, some are rounded the other way
-_MAX_ROUNDED_ERROR = 0.2  # the same, of models whose layers round their inputs: each lets a difference grow
+# Added to it for models whose layers round their inputs: of numbers that differ in their last bits, some are rounded
+# the other way, of which the next layer makes more.
+_MAX_ROUNDED_ERROR = 0.2
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
 _SUPPORTED_LAYER_TYPES = _WINDOWED | {"full_attention", "attention"}
 _BESIDE_STATES = frozenset({"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"})  # if modules keep states
@@ -80,9 +81,10 @@ class ProbedModel:
         _check_equal(name, outputs, self.outputs, self.max_error)
 
     def check_quantized(self, name: str, outputs: torch.Tensor) -> None:
-        """Raises ModelLoadError if `outputs` are not those of quantised KV."""
+        """Raises ModelLoadError if `outputs` are not those of quantised KV. Where some numbers are rounded the other
+        way, they differ by less than rounding them all makes."""
         assert self.quantized_outputs is not None
-        limit = max(self.max_error, _MAX_QUANTIZED_ERROR)
+        limit = self.max_error + _relative_error(self.quantized_outputs, self.outputs)
         _check_equal(f"{name} with quantised KV", outputs, self.quantized_outputs, limit)
 
 
@@ -403,13 +405,16 @@ def _is_unknown(name: str, given: Any) -> bool:
 
 
 def _max_error(modules: Sequence[torch.nn.Module], dtype: torch.dtype) -> float:
-    limit = _MAX_RELATIVE_ERROR[dtype]
     rounds = any(getattr(module, "rounds_inputs", False) for module in modules)
-    return max(limit, _MAX_ROUNDED_ERROR) if rounds else limit
+    return _MAX_RELATIVE_ERROR[dtype] + (_MAX_ROUNDED_ERROR if rounds else 0.0)
+
+
+def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((logits - expected).norm() / (expected - expected.mean()).norm().clamp(min=1e-12))
 
 
 def _check_equal(name: str, logits: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
-    error = float((logits - expected).norm() / (expected - expected.mean()).norm().clamp(min=1e-12))
+    error = _relative_error(logits, expected)
     if not error <= limit:  # also refuses NaN
         raise ModelLoadError(
             f"{name}: paged attention differs from the model's own attention (relative error {error:.2g})",

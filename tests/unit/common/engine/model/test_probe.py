@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from common.engine.contract.kv_groups import Window
 from common.engine.model.attention_hook import ATTENTION_NAME
-from common.engine.model.probe import probe_model
+from common.engine.model.probe import probe_model, quantize_kv
 from common.engine.model.stages import whole_model
 from common.engine.quantization.base import quantize_linears
 from common.engine.quantization.dynamic_int8 import DynamicInt8Linear
@@ -76,6 +76,16 @@ def test_rounded_inputs_let_differences_grow(model, layer, is_like_it):
         probed.check("kernels", probed.outputs + 0.03 * noise)
     with pytest.raises(ModelLoadError, match="differs from"):
         probed.check("kernels", probed.outputs + 0.5 * noise)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_kv_may_differ_by_what_rounding_it_makes(model, dtype):
+    stage = whole_model(model)
+    probed = quantize_kv(model, stage, probe_model(model, stage), dtype)
+    by_rounding = probed.outputs - probed.quantized_outputs
+    probed.check_quantized("kernels", probed.quantized_outputs + 0.9 * by_rounding)
+    with pytest.raises(ModelLoadError, match="kernels with quantised KV: paged attention differs"):
+        probed.check_quantized("kernels", probed.quantized_outputs + 2 * by_rounding)
 
 
 def test_a_model_that_takes_no_positions_is_refused():
