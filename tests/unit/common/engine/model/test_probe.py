@@ -54,17 +54,31 @@ def test_shapes_that_differ_per_layer_are_refused(model):
         probe_model(model, whole_model(model))
 
 
-def test_other_results_than_its_own_attention_are_refused(model):
+def bias_attention(model, is_biased):
+    """Let the model's own attention compute something else."""
     attention = model.model.layers[2].self_attn
     forward = attention.forward
 
     def biased(*args, **kwargs):
         out, weights = forward(*args, **kwargs)
-        return (out if model.config._attn_implementation == ATTENTION_NAME else out + 1.0), weights
+        return (out if model.config._attn_implementation == ATTENTION_NAME else out + is_biased()), weights
 
     attention.forward = biased
+
+
+def test_other_results_than_its_own_attention_are_refused(model):
+    bias_attention(model, lambda: True)
     with pytest.raises(ModelLoadError, match="paged attention differs from the model's own"):
         probe_model(model, whole_model(model))
+
+
+def test_other_results_of_one_prompt_are_not_enough(model):
+    """Such as those of a token for which two experts are as good."""
+    seen = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _module, inputs: seen.append(int(inputs[0].max())))
+    bias_attention(model, lambda: seen[-1] < 12)
+    probed = probe_model(model, whole_model(model))
+    assert probed.inputs.tolist() == list(range(12, 24))
 
 
 @pytest.mark.parametrize(("layer", "is_like_it"), [(Int8Linear, False), (DynamicInt8Linear, True)])
