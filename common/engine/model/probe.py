@@ -12,6 +12,7 @@ attention is not told.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ from common.engine.model.states import (
 )
 from common.engine.quantization.absent_weight import WeightReadError, name_absent_weights
 from common.errors import ConfigError, ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 12
 _NUM_PROMPTS = 3  # of which one has equal results: see `_probe`
@@ -177,13 +180,13 @@ class _DifferentResultsError(ModelLoadError):
 
 
 def _probe(model: Any, stage: Stage) -> ProbedModel:
-    """Another prompt is tried where results differ: where the choice of experts hangs on the last bits, a token may
-    have others. What is wrong with a model is wrong with each prompt."""
+    """Tries another prompt if results differ: rounding may decide which experts a token gets, while a real defect shows
+    with every prompt."""
     for number in range(_NUM_PROMPTS - 1):
         try:
             return _probe_prompt(model, stage, number)
-        except _DifferentResultsError:
-            continue
+        except _DifferentResultsError as error:
+            logger.info("%s; trying another prompt", error)
     return _probe_prompt(model, stage, _NUM_PROMPTS - 1)
 
 
