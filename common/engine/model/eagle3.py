@@ -36,6 +36,7 @@ from common.engine.model.checkpoint import (
 from common.engine.model.fingerprint import fingerprint_model
 from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
 from common.engine.model.hidden_states import can_keep_inputs, layer_inputs
+from common.engine.model.meta_weights import on_meta
 from common.engine.speculative import Eagle3Options
 from common.errors import ConfigError, ModelLoadError
 
@@ -202,7 +203,7 @@ def _build(
     if rope not in _ROPES:
         raise _refused(f"{name} has rotary embeddings of type {rope!r}, which is none of {', '.join(sorted(_ROPES))}")
     config = LlamaConfig.from_dict(raw_config, attn_implementation=ATTENTION_NAME)
-    with torch.device("meta"):
+    with on_meta():
         module = Eagle3Head(config, fc.shape[1], embedding_size, draft_size)
     module.rotary_emb = LlamaRotaryEmbedding(config)  # which reads nothing, and stays float32
     _check_shapes(name, {key: value.shape for key, value in module.state_dict().items()}, weights)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-_DRAWS = frozenset({"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"})  # of Tensor, and of torch.nn.init
+from common.engine.model.meta_kernels import import_meta_kernels
 
 
-class WithoutMetaOperators(TorchFunctionMode):
-    """Within, hardly anything is computed on "meta": torch imports sympy for the first such operator, which takes half
-    a second and 45 MB. Weights are not drawn at random there, and ranges, of which rotary frequencies are made, are on
-    the host. Code that joins these with other tensors on "meta" raises RuntimeError."""
+class MetaKernelsOnDemand(TorchFunctionMode):
+    """Within, operators that have no kernel for "meta" in C++ find the one in Python."""
 
     def __torch_function__(
         self,
@@ -24,11 +23,16 @@ class WithoutMetaOperators(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See TorchFunctionMode."""
-        kwargs = kwargs or {}
-        if func.__name__ in _DRAWS:
-            tensor: torch.Tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta:
-                return tensor
-        if func is torch.arange:
-            kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **(kwargs or {}))
+        except NotImplementedError:
+            if not import_meta_kernels():
+                raise
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Within, tensors are made on "meta", unless that is said."""
+    with MetaKernelsOnDemand(), torch.device("meta"):
+        yield

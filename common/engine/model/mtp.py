@@ -31,6 +31,7 @@ from common.engine.model.checkpoint import (
 )
 from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
 from common.engine.model.hidden_states import final_states
+from common.engine.model.meta_weights import on_meta
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import Stage
 from common.engine.speculative import MtpOptions
@@ -125,7 +126,7 @@ def _one_layer(name: str, model_config: Any, weights: dict[str, torch.Tensor], d
     own.num_hidden_layers = 1
     own.first_k_dense_replace = 0  # it has experts, as the model's last layer
     own.architectures = None
-    with torch.device("meta"):
+    with on_meta():
         code = type(AutoModelForCausalLM.from_config(own, trust_remote_code=False))
     model, report = code.from_pretrained(
         None,

@@ -31,6 +31,7 @@ from common.engine.devices.ranks import Ranks
 from common.engine.model.attention_hook import ATTENTION_NAME, set_own_heads
 from common.engine.model.expert_parallel import ExpertRanks, WholeExperts
 from common.engine.model.head_inputs import replace_head
+from common.engine.model.meta_weights import on_meta
 from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding, CutLayer, OwnHeads
 from common.engine.model.parallel_plan import (
     WHOLE_EXPERTS,
@@ -134,7 +135,7 @@ def outline_of(
     """The part of a rank: `rank` of its stage, and of those among which experts are cut whole, if they are.
     `is_quantized`: the weights will be read here even if they are not cut. `has_text_head`: see load_rank. Raises
     ConfigError if the model cannot be cut so."""
-    with torch.device("meta"):
+    with on_meta():
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from common.engine.model.checkpoint import read_config, read_model_config, resol
 from common.engine.model.expert_parallel import ExpertRanks
 from common.engine.model.head_inputs import replace_head
 from common.engine.model.lora import AdaptedLayers
-from common.engine.model.meta_weights import WithoutMetaOperators
+from common.engine.model.meta_weights import MetaKernelsOnDemand
 from common.engine.model.parallel_plan import refused
 from common.engine.model.pooling import check_direction, read_checkpoint
 from common.engine.model.rank_loader import load_rank
@@ -124,23 +123,17 @@ def _load_parts(
 
 
 def _from_pretrained(directory: Path, model_config: Any, dtype: torch.dtype, *, has_text_head: bool) -> Any:
-    load = partial(
-        AutoModelForCausalLM.from_pretrained,
-        directory,
-        config=model_config,
-        dtype=dtype,
-        attn_implementation="eager" if is_adapted(model_config) else ATTENTION_NAME,
-        use_safetensors=True,
-        low_cpu_mem_usage=True,
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
-    with _LOADING:
-        try:
-            with WithoutMetaOperators():
-                model, report = load()
-        except RuntimeError:  # of code that joins ranges with tensors on "meta"; another one is raised again
-            model, report = load()
+    with _LOADING, MetaKernelsOnDemand():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation="eager" if is_adapted(model_config) else ATTENTION_NAME,
+            use_safetensors=True,
+            low_cpu_mem_usage=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
     if not has_text_head:
         head = replace_head(model, torch.nn.Identity())
         report["missing_keys"] = {each for each in report["missing_keys"] if not each.startswith(f"{head}.")}

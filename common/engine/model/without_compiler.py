@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from common.engine.model.known_imports import know_imports
+from common.engine.model.meta_kernels import import_torch
 from common.imports import kept_imports
 
 _COMPILER = "torch._dynamo"
@@ -77,6 +78,7 @@ def _remove_stand_ins() -> None:
 def _assume_one_process() -> None:
     """Has transformers note, as it does at its first look, that torch comes without `torch.distributed`."""
     with kept_imports():
+        import_torch()
         import torch
         from transformers.utils import is_torch_distributed_available
 

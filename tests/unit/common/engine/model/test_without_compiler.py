@@ -32,7 +32,7 @@ with without_compiler():
     from common.engine.model.loader import load_model
 
     assert load_model(ModelConfig(model=str(demo_model_path()), device="cpu")).kernels == "fused"
-unwanted = ("torch._dynamo", "torch.distributed.tensor", "triton", "sympy")
+unwanted = ("torch._dynamo", "torch.distributed.tensor", "torch._decomp", "triton", "sympy")
 assert not any(name.startswith(unwanted) for name in sys.modules)
 
 import torch
@@ -71,6 +71,40 @@ with without_compiler():
     assert "torch._dynamo.exc" not in sys.modules
     {use}
     assert "torch._dynamo.exc" in sys.modules
+""")
+
+
+def test_an_operator_without_a_kernel_in_c_finds_the_one_in_python():
+    run("""
+with without_compiler():
+    import torch
+    from common.engine.model.meta_weights import on_meta
+
+    with on_meta():
+        layer = torch.nn.Linear(2, 3)
+        assert layer(torch.ones(1, 2)).shape == (1, 3)
+        assert "torch._decomp" not in sys.modules
+        assert torch.randn(2, generator=torch.Generator(), device="cpu").shape == (2,)
+        assert torch.nn.Embedding(4, 2)(torch.zeros(3, dtype=torch.long)).shape == (3, 2)
+        assert "torch._decomp" in sys.modules
+        try:
+            torch.zeros(1).item()
+        except RuntimeError as error:
+            assert "meta" in str(error)
+        else:
+            raise AssertionError
+""")
+
+
+def test_what_builds_on_kernels_in_python_finds_them():
+    run("""
+with without_compiler():
+    import torch
+
+    assert "torch._refs" not in sys.modules
+from torch._decomp import decomposition_table
+assert torch.ops.aten.index_select.default in decomposition_table or "torch._meta_registrations" in sys.modules
+assert torch.nn.functional.embedding(torch.zeros(1, dtype=torch.long), torch.ones(2, 3, device="meta")).is_meta
 """)
 
 
