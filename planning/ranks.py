@@ -16,7 +16,7 @@ from common.engine.model.pooling import read_checkpoint
 from common.engine.model.rank_loader import outline_of, weight_bytes
 from common.errors import ConfigError, ModelLoadError
 
-PROCESS_BYTES = 404 << 20  # of a rank on a CPU, beside its weights and KV cache
+PROCESS_BYTES = 390 << 20  # of a rank on a CPU, beside its weights and KV cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MIB = 1 << 20
 
