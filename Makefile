@@ -162,6 +162,7 @@ $(RUNTIME) $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	@echo "Installing Baton and PyTorch in $(VENV): 2 GB, once."
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 	$(PIP) torch
 	$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $(RUNTIME) $@
