@@ -164,7 +164,7 @@ $(RUNTIME) $(DEV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) torch
-	$(PIP) --editable '.[$(EXTRAS)]'
+	@PYTHONWARNINGS=ignore $(PIP) --editable '.[$(EXTRAS)]'
 	@touch $(RUNTIME) $@
 
 $(MUTANTS): $(DEV)

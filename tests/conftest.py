@@ -25,7 +25,9 @@ if os.environ.setdefault("BATON_TESTS_ON_GPU", str(int("gpu" in sys.argv))) == "
     del os.environ["TRITON_INTERPRET"]
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("repeatable", settings.get_profile("patient"), derandomize=True, database=None)
+settings.register_profile(
+    "repeatable", settings.get_profile("patient"), derandomize=True, database=None, max_examples=50
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -236,7 +236,8 @@ def send(url: str, head: bytes) -> None:
             pass
 
 
-@pytest.mark.parametrize(("log_format", "workers"), [pytest.param("console", 1, marks=pytest.mark.slow), ("json", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("log_format", "workers"), [("console", 1), ("json", 2)])
 def test_no_text_of_a_client_is_a_line_of_a_log(tmp_path: Path, log_format: str, workers: int) -> None:
     config = tmp_path / "baton.yaml"
     settings = {"log_level": "debug", "log_format": log_format, "router_workers": workers}

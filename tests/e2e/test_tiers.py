@@ -84,7 +84,8 @@ def drain(cluster: Cluster, name: str) -> None:
         pods_pb2_grpc.PodStub(channel).Drain(pods_pb2.DrainRequest(), timeout=30)
 
 
-@pytest.mark.parametrize("connector", [pytest.param("shared-storage", marks=pytest.mark.slow), "nixl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["shared-storage", "nixl"])
 async def test_what_is_preempted_is_restored_from_host_memory(tmp_path: Path, connector: str) -> None:
     """The decode pod has room for less than half of its requests, so that they push each other out."""
     prompts = [f"{index}. " + "The sky is blue. " * 10 + PROMPTS[index] for index in range(8)]

@@ -34,9 +34,9 @@ NEEDS_BFLOAT16 = pytest.mark.skipif(
 WEIGHTS = [  # dtype and quantization
     ("float32", None),
     pytest.param("bfloat16", None, marks=NEEDS_BFLOAT16),
-    ("float32", "int8"),
+    pytest.param("float32", "int8", marks=pytest.mark.slow),
     ("float32", "int8-dynamic"),
-    pytest.param("bfloat16", "int8", marks=NEEDS_BFLOAT16),
+    pytest.param("bfloat16", "int8", marks=[NEEDS_BFLOAT16, pytest.mark.slow]),
 ]
 
 
@@ -84,7 +84,7 @@ def test_whatever_the_schedule(dtype, quantization):
             assert run(client, prompts, arrivals) == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NEEDS_BFLOAT16)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=[NEEDS_BFLOAT16, pytest.mark.slow])])
 def test_whatever_adapters_are_beside_it(dtype, tmp_path):
     """Also beside requests without one, in chunks of more rows than kernels take otherwise."""
     paths = [tmp_path / str(seed) for seed in range(3)]

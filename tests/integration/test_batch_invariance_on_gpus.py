@@ -96,7 +96,7 @@ ARGS = {
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.kernels)])
 @pytest.mark.parametrize("args", ARGS)
 def test_attention_in_chunks_and_as_decodes(device, dtype, args):
     from common.engine.devices.gpu.attention import BatchInvariantTritonAttention

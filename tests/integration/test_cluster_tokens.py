@@ -12,7 +12,10 @@ from tests.tiny_models import prompt_of, reference_generate, tiny_model_dir
 
 MAX_TOKENS = 12
 LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
-ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt", "gpt2", "mixtral", "deepseek_v3")
+ARCHITECTURES = (
+    *("llama", "gemma3", "gpt2", "deepseek_v3"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral", "gemma2", "phi3", "opt", "mixtral")),
+)
 
 
 def reference(model: str, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:

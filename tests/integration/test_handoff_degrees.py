@@ -243,6 +243,7 @@ def test_tokens_of_models_are_those_of_transformers(
     assert decoded == [reference_generate(directory, prompt, GREEDY.max_tokens or 0) for prompt in prompts]
 
 
+@pytest.mark.matrix
 @pytest.mark.cell(
     feature="handoff of int8 KV",
     connector="{connector}",
@@ -252,9 +253,9 @@ def test_tokens_of_models_are_those_of_transformers(
     ("connector", "of_producer", "of_consumer"),
     [
         ("nixl", 2, 1),
-        pytest.param("shared-storage", 1, 2, marks=pytest.mark.matrix),
-        pytest.param("nixl", 1, 2, marks=pytest.mark.matrix),
-        pytest.param("shared-storage", 2, 1, marks=pytest.mark.matrix),
+        ("shared-storage", 1, 2),
+        ("nixl", 1, 2),
+        ("shared-storage", 2, 1),
     ],
     indirect=["connector"],
 )

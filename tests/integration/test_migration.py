@@ -36,7 +36,7 @@ async def all_options(cluster, prompt):
     ]
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("num_prefill", [pytest.param(0, marks=pytest.mark.slow), 1])
 async def test_no_seam_in_any_option(tmp_path, num_prefill):
     prompt = prompt_of(45)
     async with running_cluster(tmp_path, "llama", num_prefill=num_prefill, num_decode=3) as cluster:

@@ -170,10 +170,11 @@ async def test_cross_encoders_score_pairs(num_labels: int, tmp_path: Path) -> No
         assert ranked["results"][0]["document"] == {"text": TEXTS[order[0]]}
 
 
+@pytest.mark.matrix
 @pytest.mark.cell(feature="models that only pool", degrees="{num_ranks}x{num_stages}")
 @pytest.mark.parametrize(
     ("num_ranks", "num_stages"),
-    [(2, 1), pytest.param(1, 2, marks=pytest.mark.matrix), pytest.param(2, 2, marks=pytest.mark.matrix)],
+    [(2, 1), (1, 2), (2, 2)],
 )
 def test_models_without_a_head_for_text_are_cut_among_ranks_and_stages(
     num_ranks: int, num_stages: int, tmp_path: Path

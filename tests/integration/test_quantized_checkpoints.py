@@ -152,6 +152,7 @@ def test_triton_kernels_take_the_layers(
     assert (loaded.kernels, loaded.kernels_failed) == (kernels, False)
 
 
+@pytest.mark.matrix
 def test_stages_have_their_layers(tmp_path: Path) -> None:
     quantize_checkpoint(tiny_model_dir("llama"), tmp_path / "quantized", "awq", GROUP)
     dequantized = save_dequantized(tmp_path / "quantized", tmp_path / "dequantized")

@@ -66,7 +66,8 @@ def test_a_rank_that_is_killed_ends_the_engine() -> None:
 
 
 @pytest.mark.cell(feature="experts of {architecture} cut whole", degrees="2")
-@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
 def test_experts_cut_whole_give_the_tokens_of_transformers(architecture: str) -> None:
     directory = tiny_model_dir(architecture)
     prompts = [prompt_of(length) for length in (1, 5, 33)]

@@ -58,7 +58,8 @@ def test_the_index_is_right_about_every_pod_whatever_was_evicted_or_preempted(
     assert 0 < outcome.hit_rate < 1
 
 
-@pytest.mark.parametrize("setup", [pytest.param(SMALL, marks=pytest.mark.slow), COLOCATED])
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", [SMALL, COLOCATED])
 def test_each_of_several_routers_has_nearly_the_hit_rate_of_one(setup: Setup) -> None:
     row = compare_routers(setup, setup.trace("agents", 300, seed=1), [2, 4])
     for outcome, num_routers in zip((row.one, *row.several), (1, 2, 4), strict=True):

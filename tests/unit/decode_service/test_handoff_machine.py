@@ -239,7 +239,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffMachine = HandoffMachine.TestCase
-TestHandoffMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestHandoffMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 class TwoRanksMachine(HandoffMachine):
@@ -249,7 +249,7 @@ class TwoRanksMachine(HandoffMachine):
 
 
 TestTwoRanksMachine = TwoRanksMachine.TestCase
-TestTwoRanksMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestTwoRanksMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ from common.engine.executor.multiproc.ring import RingDescriptors, RingReader
 from common.engine.executor.multiproc.step_clock import StepClock
 from common.engine.kv_connector import Connector, OpenConnector
 from common.engine.launch import EXIT_FAILED, EXIT_ORPHANED, EngineFailed
+from common.engine.model.meta_kernels import import_torch
 from common.errors import BatonError, ConfigError, InvalidRequestError
 from common.imports import kept_imports
 from common.types import RequestId
@@ -153,6 +154,7 @@ class RankProcess:
         """Serves until the driver closes this rank."""
         with self._without_compiler():
             with kept_imports():  # torch and transformers
+                import_torch()
                 factory = cast("RankWorkerFactory", pkgutil.resolve_name(self._launch.factory))
             worker = self._load(factory)
             self._serve(worker)

@@ -60,7 +60,8 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, value: float) -> None:
     ("backend", "head_dim", "block_size"),
     [
         *(("torch", *shape) for shape in SHAPES),
-        *(("cpu", *shape) for shape in SHAPES),
+        *(("cpu", *shape) for shape in SHAPES[::3]),
+        *(pytest.param("cpu", *shape, marks=pytest.mark.kernels) for shape in SHAPES[1:3]),
         *(pytest.param("triton", *shape, marks=pytest.mark.kernels) for shape in SHAPES),
     ],
 )

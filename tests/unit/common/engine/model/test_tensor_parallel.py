@@ -402,7 +402,8 @@ def test_int8_weights_are_those_of_one_rank(run, model):
 
 @pytest.mark.parametrize("model", ["llama", "mixtral", "phi3"])
 @pytest.mark.parametrize(
-    ("name", "size"), [("gptq-zeros", 2), ("gptq-8bit", 2), pytest.param("gptq-8bit", 4, marks=pytest.mark.matrix)]
+    ("name", "size"),
+    [("gptq-zeros", 2), *(pytest.param("gptq-8bit", size, marks=pytest.mark.matrix) for size in (2, 4))],
 )
 def test_quantised_checkpoints_are_cut(run, tmp_path, name, model, size):
     quantize_checkpoint(tiny_model_dir(model), tmp_path / "quantized", name, 24)

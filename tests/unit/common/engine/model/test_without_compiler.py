@@ -96,14 +96,14 @@ with without_compiler():
 """)
 
 
+@pytest.mark.slow
 def test_what_builds_on_kernels_in_python_finds_them():
     run("""
 with without_compiler():
     import torch
 
     assert "torch._refs" not in sys.modules
-from torch._decomp import decomposition_table
-assert torch.ops.aten.index_select.default in decomposition_table or "torch._meta_registrations" in sys.modules
+import torch._decomp
 assert torch.nn.functional.embedding(torch.zeros(1, dtype=torch.long), torch.ones(2, 3, device="meta")).is_meta
 """)
 

@@ -628,7 +628,7 @@ class DirectHandoffMachine(RuleBasedStateMachine):
 
 
 TestDirectHandoffMachine = DirectHandoffMachine.TestCase
-TestDirectHandoffMachine.settings = settings(max_examples=125, stateful_step_count=50, deadline=None)
+TestDirectHandoffMachine.settings = settings(max_examples=62, stateful_step_count=50, deadline=None)
 
 
 class TwoRanksMachine(DirectHandoffMachine):
@@ -643,7 +643,7 @@ class TwoRanksMachine(DirectHandoffMachine):
 
 
 TestTwoRanksMachine = TwoRanksMachine.TestCase
-TestTwoRanksMachine.settings = settings(max_examples=125, stateful_step_count=50, deadline=None)
+TestTwoRanksMachine.settings = settings(max_examples=62, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

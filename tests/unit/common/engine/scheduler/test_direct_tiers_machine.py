@@ -115,7 +115,7 @@ class DirectTiersMachine(DirectHandoffMachine):
 
 
 TestDirectTiersMachine = DirectTiersMachine.TestCase
-TestDirectTiersMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestDirectTiersMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 
 
 class TwoRanksMachine(DirectTiersMachine):
@@ -125,7 +125,7 @@ class TwoRanksMachine(DirectTiersMachine):
 
 
 TestTwoRanksMachine = TwoRanksMachine.TestCase
-TestTwoRanksMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestTwoRanksMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

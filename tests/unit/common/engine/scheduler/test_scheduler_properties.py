@@ -276,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 class TwoRanksMachine(SchedulerMachine):
@@ -286,7 +286,7 @@ class TwoRanksMachine(SchedulerMachine):
 
 
 TestTwoRanksMachine = TwoRanksMachine.TestCase
-TestTwoRanksMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTwoRanksMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

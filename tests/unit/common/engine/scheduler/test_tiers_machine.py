@@ -104,7 +104,7 @@ def test_a_consumer_gets_its_turn_when_the_prompt_before_it_asks_the_tier_again(
 
 
 TestTiersMachine = TiersMachine.TestCase
-TestTiersMachine.settings = settings(max_examples=125, stateful_step_count=50, deadline=None)
+TestTiersMachine.settings = settings(max_examples=62, stateful_step_count=50, deadline=None)
 
 
 class TwoRanksMachine(TiersMachine):
@@ -114,7 +114,7 @@ class TwoRanksMachine(TiersMachine):
 
 
 TestTwoRanksMachine = TwoRanksMachine.TestCase
-TestTwoRanksMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestTwoRanksMachine.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.slow

@@ -49,15 +49,15 @@ def generate(device, params, *, speculative=None, **settings):
 
 @pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
 def test_greedy_tokens_are_those_of_transformers(device):
-    lengths = [9, 4, 12]
+    lengths = [6, 3, 9]
     expected = [reference_generate(tiny_model_dir("llama"), prompt_of(5 + i), n) for i, n in enumerate(lengths)]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in lengths]
-    stop = expected[2][7]
+    stop = expected[2][5]
     expected[2] = expected[2][: expected[2].index(stop) + 1]
-    params[2] = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(stop,))
+    params[2] = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=(stop,))
     outputs, num_ahead = generate(device, params)
     assert outputs == expected
-    assert num_ahead > 5
+    assert num_ahead > 3
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.kernels), GPU], indirect=True)

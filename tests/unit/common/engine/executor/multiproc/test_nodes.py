@@ -53,6 +53,7 @@ def generate(client: InprocClient) -> list[int]:
     return tokens
 
 
+@pytest.mark.matrix
 def test_two_machines_say_what_one_says(tmp_path: Path) -> None:
     config = on_nodes(config_of(4), tmp_path)
     with node(config) as other:
@@ -258,7 +259,7 @@ def test_a_rank_of_another_start_is_not_heard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("create_unloadable", "/nowhere has no weights"),
+        pytest.param("create_unloadable", "/nowhere has no weights", marks=pytest.mark.matrix),
         ("create_other_models", "fingerprint is 0000.* on rank 0, 0101"),
     ],
 )

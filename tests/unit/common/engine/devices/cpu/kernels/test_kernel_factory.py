@@ -37,8 +37,8 @@ def noted(name, body, made_by):
 compiling._compile = noted
 tokens = []
 prompt = msgspec.json.decode(sys.argv[1])
-for model, quantization in zip(sys.argv[2:], (None, "int8")):
-    with LLM(model, num_blocks=16, max_model_len=200, quantization=quantization) as llm:
+for quantization in (None, "int8"):
+    with LLM(sys.argv[2], num_blocks=16, max_model_len=200, quantization=quantization) as llm:
         outputs = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4))
         tokens.append(outputs[0].token_ids)
 print(msgspec.json.encode({"made": made, "texts": texts, "tokens": tokens}).decode())
@@ -46,8 +46,8 @@ print(msgspec.json.encode({"made": made, "texts": texts, "tokens": tokens}).deco
 
 
 def run(cache: Path, threads: int):
-    models = [str(tiny_model_dir(name)) for name in ("qwen3", "mixtral")]
-    command = [sys.executable, "-c", PROGRAM, msgspec.json.encode(prompt_of(20)).decode(), *models]
+    prompt = msgspec.json.encode(prompt_of(20)).decode()
+    command = [sys.executable, "-c", PROGRAM, prompt, str(tiny_model_dir("mixtral"))]
     numbers = {"PYTHONHASHSEED": str(threads), "OMP_NUM_THREADS": str(threads)}
     environment = {**os.environ, **numbers, "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
@@ -57,13 +57,13 @@ def run(cache: Path, threads: int):
 
 def test_later_processes_find_the_same_without_making_it(tmp_path):
     first, second = run(tmp_path, 2), run(tmp_path, 3)
-    assert len(first["made"]) > 10
+    assert len(first["made"]) > 8
     assert second["made"] == []
     assert first["tokens"] == second["tokens"]
     assert None not in first["texts"]
     assert not [made_by for made_by in first["texts"] if " at 0x" in made_by]
     common = first["texts"].keys() & second["texts"].keys()
-    assert len(common) > 10
+    assert len(common) > 8
     assert {key: first["texts"][key] for key in common} == {key: second["texts"][key] for key in common}
 
 

@@ -152,7 +152,8 @@ def test_projections_are_normed_turned_cached_and_attended(device, has_norms, he
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("kept", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.kernels)])
+@pytest.mark.kernels
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
 def test_projections_are_quantised_as_keys_and_values_are(device, kept):
     torch.manual_seed(0)
     head_dim, num_heads, num_kv_heads = 80, 6, 2
