@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -16,7 +18,6 @@ from common.engine.devices.cpu.kernels.compiled import (
 )
 from common.engine.devices.cpu.kernels.grouped_linear import (
     FLOAT8_FACTOR,
-    MAX_ROWS,
     Codes,
     dequantize_kernel,
     grouped_linear_kernel,
@@ -27,6 +28,7 @@ from common.engine.devices.cpu.kernels.language import ElementType, element_type
 from common.engine.devices.cpu.kernels.linear import GRANULE, ROWS_PER_TASK, block_of, linear_kernel
 from common.engine.devices.cpu.kernels.linear import can_stream as can_multiply
 from common.engine.devices.cpu.kernels.paired_grouped_linear import (
+    MAX_ROWS,
     can_pair,
     dequantize_pairs_kernel,
     paired_grouped_linear_kernel,
@@ -36,8 +38,8 @@ from common.engine.devices.cpu.streamed_linear import only_widens_bfloat16
 from common.engine.quantization.grouped import GroupedLinear, to_int32
 
 _PER_NUMBER = 4  # weights that are multiplied in the time of a number of elementwise kernels
-_FEW_ROWS = 64  # that cost less over packed weights than over those that are widened first
-_WIDENED = 1 << 21  # weights that are widened at once for more rows
+_FEW_ROWS = 64  # that cost less than over weights that are widened first, where other instructions multiply those
+_WIDENED = 1 << 21  # of these weights at once
 _SIGNS = -0x77777778  # 0x88888888: the bits in which codes from -8 to 7 differ from those from 0 to 15
 _CODES = {torch.int32: Codes.INT4, torch.int8: Codes.INT8, torch.float8_e4m3fn: Codes.FLOAT8}
 
@@ -53,10 +55,9 @@ class StreamedGroupedLinear(nn.Module):
         self.weight = linear.weight  # shape and type
         dtype, codes, group = linear.weight.dtype, _CODES[linear.codes.dtype], linear.group
         element = element_type_of(dtype)
-        self._most_rows = MAX_ROWS if batch_invariant else _FEW_ROWS
-        self._batch_invariant = batch_invariant
         self._padding = -self.out_features % GRANULE
-        self._block = block_of(self.out_features + self._padding)
+        self._padded = self.out_features + self._padding
+        self._block = block_of(self._padded)
         in_pairs = can_pair(element, codes, group)
         weight = self._in_blocks(linear.codes.view(torch.int8) if codes is Codes.FLOAT8 else linear.codes)
         if codes is Codes.INT4:
@@ -69,31 +70,36 @@ class StreamedGroupedLinear(nn.Module):
         bias = None if linear.bias is None else functional.pad(linear.bias.detach().float(), (0, self._padding))
         has_shift, has_bias = linear.shift is not None, bias is not None
         use_huge_pages(kept["weight"].data_ptr(), kept["weight"].nbytes)
+        self._bias = bias
+        shape = codes, self._block, group
+        self._dequantize: Call | None = None
+        self._multiply_widened: Call | None = None
         if in_pairs:
-            kernel = paired_grouped_linear_kernel(codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
-            packed, weights = not has_tiles() and self._can_multiply(element), element
-            widening = dequantize_pairs_kernel(codes, self._block, group, has_shift=has_shift, packed=packed)
+            self._rows_at_once, self._rows_per_task = MAX_ROWS, MAX_ROWS
+            kernel = paired_grouped_linear_kernel(*shape, has_shift=has_shift, has_bias=has_bias)
+            takes_all = batch_invariant
         else:
-            kernel = grouped_linear_kernel(element, codes, self._block, group, has_shift=has_shift, has_bias=has_bias)
-            is_kernel = element is ElementType.FLOAT32 or only_widens_bfloat16()
-            packed = is_kernel and self._can_multiply(ElementType.FLOAT32)
-            weights = ElementType.FLOAT32 if packed else element
-            widening = dequantize_kernel(weights, codes, self._block, group, has_shift=has_shift)
-        self._widened_dtype = weights.dtype
-        self._multiply, self._dequantize = Call(kernel), Call(widening)
+            self._rows_at_once, self._rows_per_task = sys.maxsize, ROWS_PER_TASK
+            kernel = grouped_linear_kernel(element, *shape, has_shift=has_shift, has_bias=has_bias)
+            takes_all = batch_invariant or element is ElementType.FLOAT32 or only_widens_bfloat16()
+        if not takes_all and in_pairs:
+            packed = not has_tiles() and can_multiply(element, self.in_features, self._padded, self._block)
+            self._dequantize = Call(dequantize_pairs_kernel(*shape, has_shift=has_shift, packed=packed))
+            if packed:
+                self._multiply_widened = Call(linear_kernel(element, self._block, has_bias=has_bias))
+                self._multiply_widened.set("in_features", self.in_features)
+                self._multiply_widened.set("out_features", self._padded)
+        elif not takes_all:
+            self._dequantize = Call(dequantize_kernel(element, *shape, has_shift=has_shift))
+        self._multiply = Call(kernel)
         for call in (self._multiply, self._dequantize):
-            call.set("in_features", self.in_features)
-            for name, tensor in kept.items():
-                call.keep(name, tensor)
-        self._multiply.set("out_features", self.out_features + self._padding)
+            if call is not None:
+                call.set("in_features", self.in_features)
+                for name, tensor in kept.items():
+                    call.keep(name, tensor)
+        self._multiply.set("out_features", self._padded)
         if bias is not None:
             self._multiply.keep("bias", bias)
-        self._bias = bias
-        self._multiply_widened: Call | None = None
-        if packed:
-            self._multiply_widened = Call(linear_kernel(element, self._block, has_bias=has_bias, weights=weights))
-            self._multiply_widened.set("in_features", self.in_features)
-            self._multiply_widened.set("out_features", self.out_features + self._padding)
         self._reorder = None if linear.order is None else _Reorder(linear.order, dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -101,10 +107,10 @@ class StreamedGroupedLinear(nn.Module):
         rows = inputs.reshape(-1, self.in_features).contiguous()
         if self._reorder is not None:
             rows = self._reorder(rows)
-        if len(rows) <= self._most_rows or self._batch_invariant:
-            out = self._of_few(rows)
+        if self._dequantize is not None and len(rows) > _FEW_ROWS:
+            out = self._of_widened(self._dequantize, rows)
         else:
-            out = self._of_many(rows)
+            out = self._of(rows)
         if self._padding:
             if is_recording():
                 raise CannotRecordError("a linear layer is padded by torch")
@@ -113,33 +119,34 @@ class StreamedGroupedLinear(nn.Module):
 
     __call__ = forward  # without nn.Module's hooks, which take as long as a small operator
 
-    def _of_few(self, rows: torch.Tensor) -> torch.Tensor:
-        out = result((len(rows), self.out_features + self._padding), rows.dtype)
-        most = self._most_rows
-        for few, few_out in zip(rows.split(most), out.split(most), strict=True):  # type: ignore[no-untyped-call]
-            self._multiply.point("inputs", few)
-            self._multiply.point("out", few_out)
-            self._multiply.set("num_rows", len(few))
-            self._multiply.run(out.shape[1] // self._block if len(few) else 0, self._threads(out.shape[1]))
+    def _of(self, rows: torch.Tensor) -> torch.Tensor:
+        out = result((len(rows), self._padded), rows.dtype)
+        most = self._rows_at_once
+        for some, some_out in zip(rows.split(most), out.split(most), strict=True):  # type: ignore[no-untyped-call]
+            self._multiply.point("inputs", some)
+            self._multiply.point("out", some_out)
+            self._multiply.set("num_rows", len(some))
+            num_parts = -(-len(some) // self._rows_per_task)
+            self._multiply.run(num_parts * (self._padded // self._block), self._threads(self._padded))
         return out
 
-    def _of_many(self, rows: torch.Tensor) -> torch.Tensor:
+    def _of_widened(self, dequantize: Call, rows: torch.Tensor) -> torch.Tensor:
         """Widens some of the weights, multiplies them, and so on."""
         if is_recording():
             raise CannotRecordError(f"weights are widened for {len(rows)} rows")
-        out = torch.empty((len(rows), self.out_features + self._padding), dtype=rows.dtype)
-        num_blocks = out.shape[1] // self._block
+        out = torch.empty((len(rows), self._padded), dtype=rows.dtype)
+        num_blocks = self._padded // self._block
         at_once = max(1, _WIDENED // (self.in_features * self._block))
         for first in range(0, num_blocks, at_once):
             last = min(first + at_once, num_blocks)
             start, stop = first * self._block, last * self._block
-            widened = torch.empty((self.in_features, stop - start), dtype=self._widened_dtype)
-            self._dequantize.point("out", widened)
-            self._dequantize.set("first_block", first)
+            widened = torch.empty((self.in_features, stop - start), dtype=rows.dtype)
+            dequantize.point("out", widened)
+            dequantize.set("first_block", first)
             is_packed = self._multiply_widened is not None
-            self._dequantize.set("stride", self._block if is_packed else stop - start)
-            self._dequantize.set("block_stride", self.in_features * self._block if is_packed else self._block)
-            self._dequantize.run(last - first, self._threads(stop - start))
+            dequantize.set("stride", self._block if is_packed else stop - start)
+            dequantize.set("block_stride", self.in_features * self._block if is_packed else self._block)
+            dequantize.run(last - first, self._threads(stop - start))
             if self._multiply_widened is not None:
                 self._multiply_packed(self._multiply_widened, rows, widened, out, start)
             elif self._bias is None:
@@ -160,9 +167,6 @@ class StreamedGroupedLinear(nn.Module):
             call.point("bias", self._bias[start:])
         num_tasks = -(-len(rows) // ROWS_PER_TASK) * (widened.shape[1] // self._block)
         call.run(num_tasks, self._threads(widened.shape[1]))
-
-    def _can_multiply(self, element: ElementType) -> bool:
-        return can_multiply(element, self.in_features, self.out_features + self._padding, self._block)
 
     def _threads(self, num_outputs: int) -> int:
         return threads_for(num_outputs * self.in_features // _PER_NUMBER)

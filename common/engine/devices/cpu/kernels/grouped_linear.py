@@ -1,7 +1,8 @@
 """Linear layers whose weights are codes of 4 or 8 bits with a scale, and perhaps a shift, for each group of inputs.
 
 Weights stay packed in memory: with few rows a linear layer takes as long as reading them. Codes become float32 numbers
-in registers, four rows at a time. For more rows each block of outputs is widened piece by piece in the core's cache.
+in registers, four rows at a time. For more rows each block of outputs is widened piece by piece in the core's cache,
+once for all rows of a task.
 The products of an output are added up in the same order whatever the number of rows.
 """
 
@@ -29,12 +30,11 @@ from common.engine.devices.cpu.kernels.language import (
 )
 from common.engine.devices.cpu.kernels.processor import is_x86
 
-MAX_ROWS = 384
 FLOAT8_FACTOR = 256.0  # by which scales of FLOAT8 codes are larger
 
-_ROWS = 4  # that take turns over codes in registers
+_FEW_ROWS = 4  # that take turns over codes in registers
 _VECTORS = 4  # of outputs at once, at most
-_PIECES = (32, 16)  # inputs in a piece
+_PIECES = (64, 32, 16)  # inputs in a piece
 _PER_WORD, _BITS = 8, 4
 _LOOKS_UP = MAX_LANES == 16 and is_x86()
 
@@ -66,30 +66,32 @@ def piece_of(group: int) -> int | None:
 def grouped_linear_kernel(
     element: ElementType, codes: Codes, block: int, group: int, *, has_shift: bool, has_bias: bool
 ) -> KernelSource:
-    """out = inputs @ (numbers * scale + shift).T + bias; a task is one block of outputs.
+    """out = inputs @ (numbers * scale + shift).T + bias; tasks are those of `linear_kernel`.
 
     inputs [num_rows, in_features] and out [num_rows, out_features] of `element`; weight
     [out_features / block, in_features / codes.inputs, block]; scale and shift [out_features / block,
-    in_features / group, block] and bias [out_features] float32; 1 to MAX_ROWS rows.
+    in_features / group, block] and bias [out_features] float32.
     """
     piece = piece_of(group)
     assert piece is not None
 
     def body(b: Builder, task: Value, a: Any) -> None:
-        weights = _Weights(b, a, task, codes, block, group, has_shift=has_shift)
-        totals = b.scratch(MAX_ROWS * block)
-        with b.loop(0, a.num_rows * block, MAX_LANES) as place:
+        number, first_row, num_rows = linear.place_of(b, task, a.num_rows)
+        weights = _Weights(b, a, number, codes, block, group, has_shift=has_shift)
+        inputs = a.inputs.at(first_row * a.in_features)
+        totals = b.scratch(linear.ROWS_PER_TASK * block)
+        with b.loop(0, num_rows * block, MAX_LANES) as place:
             totals.at(place).store(b.number(0.0, MAX_LANES))
-        for num_rows in range(1, _ROWS + 1):
-            with b.when((a.num_rows >= num_rows) & (a.num_rows < num_rows + 1)):
-                rows = [a.inputs.at(a.in_features * i) for i in range(num_rows)]
-                add_products(b, a, rows, weights, [totals.at(i * block) for i in range(num_rows)])
-        with b.when(a.num_rows >= _ROWS + 1):
-            multiply_widened(b, a, weights, totals)
-        with b.loop(0, a.num_rows) as row, b.loop(0, block, MAX_LANES) as place:
-            output, total = task * block + place, totals.at(row * block + place).load(MAX_LANES)
+        for count in range(1, _FEW_ROWS + 1):
+            with b.when((num_rows >= count) & (num_rows < count + 1)):
+                rows = [inputs.at(a.in_features * i) for i in range(count)]
+                add_products(b, a, rows, weights, [totals.at(i * block) for i in range(count)])
+        with b.when(num_rows >= _FEW_ROWS + 1):
+            multiply_widened(b, a, inputs, num_rows, weights, totals)
+        with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as place:
+            output, total = number * block + place, totals.at(row * block + place).load(MAX_LANES)
             result = total + a.bias.at(output).load(MAX_LANES) if has_bias else total
-            a.out.at(row * a.out_features + output).store(result)
+            a.out.at((first_row + row) * a.out_features + output).store(result)
 
     def add_products(b: Builder, a: Any, rows: list[Pointer], weights: _Weights, totals: list[Pointer]) -> None:
         """totals += inputs @ weights, for some rows."""
@@ -109,23 +111,24 @@ def grouped_linear_kernel(
                 for place, sum_ in zip(places, row, strict=True):
                     total.at(place).store(sum_.get())
 
-    def multiply_widened(b: Builder, a: Any, weights: _Weights, totals: Pointer) -> None:
-        widened, inputs = b.scratch(piece * block), b.scratch(_ROWS * piece)
+    def multiply_widened(
+        b: Builder, a: Any, inputs: Pointer, num_rows: Value, weights: _Weights, totals: Pointer
+    ) -> None:
+        widened, wide_inputs = b.scratch(piece * block), b.scratch(linear.ROWS * piece)
         with b.loop(0, a.in_features, group) as group_start, b.loop(0, group, piece) as part:
             first = group_start + part
             weights.widen(group_start, part, piece, widened)
-            start = b.number(0)
-            for num_rows in (4, 2, 1):
-                end = a.num_rows - a.num_rows % num_rows
-                with b.loop(start, end, num_rows) as row:
-                    sources = [a.inputs.at((row + i) * a.in_features + first) for i in range(num_rows)]
-                    if element is not ElementType.FLOAT32:
-                        for i, source in enumerate(sources):
-                            sources[i] = inputs.at(i * piece)
-                            linear.copy_widened(b, source, sources[i], piece, MAX_LANES)
-                    sums = [totals.at((row + i) * block) for i in range(num_rows)]
-                    linear.add_products(b, sources, widened, sums, block, (0, piece))
-                start = end
+
+            def multiply(row: Value, count: int, first: Value = first) -> None:
+                sources = [inputs.at((row + i) * a.in_features + first) for i in range(count)]
+                if element is not ElementType.FLOAT32:
+                    for i, source in enumerate(sources):
+                        sources[i] = wide_inputs.at(i * piece)
+                        linear.copy_widened(b, source, sources[i], piece, MAX_LANES)
+                sums = [totals.at((row + i) * block) for i in range(count)]
+                linear.add_products(b, sources, widened, sums, block, (0, piece))
+
+            linear.for_rows(b, num_rows, multiply)
 
     return KernelSource("grouped_linear", arguments_of(element, codes), body)
 

@@ -9,6 +9,7 @@ where the processor can; elsewhere, and of int8, many rows share a part of the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
@@ -60,8 +61,7 @@ def linear_kernel(
     inputs [num_rows, in_features], out [num_rows, out_features], bias [out_features] float32, weight
     [out_features / block, in_features / pair, block, pair]; sizes as `can_stream` says. Tasks of a block lie together.
     `gated`: out [num_rows, out_features / 2] = silu(gate) * up, which are the halves of what else would be outputs.
-    `weights`: FLOAT32 for wider ones than inputs and outputs, which are of `element`. INT8 for integers, which `scale`
-    [out_features] float32 multiplies once their products are added up.
+    `weights`: INT8 for integers, which `scale` [out_features] float32 multiplies once their products are added up.
     """
     weights = weights or element
     is_int8 = weights is ElementType.INT8
@@ -92,17 +92,15 @@ def linear_kernel(
                 add_products(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
 
             def multiply_all(weight: Pointer, fetched: Pointer | None = None) -> None:
-                rest = num_rows % ROWS
-                with b.loop(0, num_rows - rest, ROWS) as row:
-                    if fetched is not None:
-                        num_turns = (num_rows - rest) // ROWS
+                def turn(row: Value, count: int) -> None:
+                    if fetched is not None and count == ROWS:
+                        num_turns = num_rows // ROWS
                         share = (num_turns + (size * block // _LINE - 1)) // num_turns
                         with b.loop(row // ROWS * share, (row // ROWS + 1) * share) as line:
                             b.prefetch(fetched.at(line * _LINE), 1)
-                    multiply(weight, row, ROWS)
-                for count in range(1, ROWS):
-                    with b.when((rest >= count) & (rest < count + 1)):
-                        multiply(weight, num_rows - rest, count)
+                    multiply(weight, row, count)
+
+                for_rows(b, num_rows, turn)
 
             if widens:
                 is_many = num_rows >= (ROWS + 1 if is_int8 else _MANY_ROWS)
@@ -122,10 +120,8 @@ def linear_kernel(
         return b.fma(total, scale, a.bias.at(output).load(MAX_LANES)) if has_bias else total * scale
 
     def body(b: Builder, task: Value, a: Any) -> None:
-        num_parts = (a.num_rows + (ROWS_PER_TASK - 1)) // ROWS_PER_TASK
-        first_output, first_row = task // num_parts * block, task % num_parts * ROWS_PER_TASK
-        left = a.num_rows - first_row
-        num_rows = b.select(left < ROWS_PER_TASK, left, ROWS_PER_TASK)
+        number, first_row, num_rows = place_of(b, task, a.num_rows)
+        first_output = number * block
         size = a.out_features // 2 if gated else a.out_features
         totals = sums(b, a, first_output, first_row, num_rows)
         ups = sums(b, a, first_output + size, first_row, num_rows) if gated else None
@@ -142,6 +138,24 @@ def linear_kernel(
         arguments["scale"] = ElementType.FLOAT32
     names = ("num_rows", "in_features", "out_features")
     return KernelSource("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
+
+
+def place_of(b: Builder, task: Value, num_rows: Value) -> tuple[Value, Value, Value]:
+    """A task's block of outputs, its first row, and its number of rows."""
+    num_parts = (num_rows + (ROWS_PER_TASK - 1)) // ROWS_PER_TASK
+    first_row = task % num_parts * ROWS_PER_TASK
+    left = num_rows - first_row
+    return task // num_parts, first_row, b.select(left < ROWS_PER_TASK, left, ROWS_PER_TASK)
+
+
+def for_rows(b: Builder, num_rows: Value, multiply: Callable[[Value, int], None]) -> None:
+    """Calls `multiply` for the first row, and the number, of those that are computed at once: ROWS, or the rest."""
+    rest = num_rows % ROWS
+    with b.loop(0, num_rows - rest, ROWS) as row:
+        multiply(row, ROWS)
+    for count in range(1, ROWS):
+        with b.when((rest >= count) & (rest < count + 1)):
+            multiply(num_rows - rest, count)
 
 
 def _widened(b: Builder, weight: Pointer, block: int, size: int, part: tuple[Value, Value]) -> Pointer:

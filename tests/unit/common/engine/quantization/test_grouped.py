@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.engine.devices.cpu import quantized_linear
+from common.engine.devices.cpu import quantized_linear, streamed_grouped_linear
 from common.engine.devices.cpu.kernels import grouped_linear
 from common.engine.devices.cpu.quantized_linear import compiled, has_kernels
 from common.engine.devices.cpu.streamed_grouped_linear import StreamedGroupedLinear
@@ -112,6 +112,14 @@ def test_rows_may_be_independent_of_what_is_beside_them(kind, dtype):
     whole = kernels(inputs)
     for num_rows in (1, 3, 4, 7, 100, 400):
         assert torch.equal(kernels(inputs[:num_rows]), whole[:num_rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_go_to_other_instructions_for_bfloat16(kind, monkeypatch):
+    monkeypatch.setattr(streamed_grouped_linear, "only_widens_bfloat16", lambda: False)
+    layer = make_layer(kind, dtype=torch.bfloat16)
+    inputs, kernels = inputs_of(layer, 65), StreamedGroupedLinear(layer)
+    assert error(kernels(inputs), layer(inputs)) < MAX_ERROR[torch.bfloat16]
 
 
 def test_processors_without_a_lookup_of_16_numbers_compute_the_same(monkeypatch):
