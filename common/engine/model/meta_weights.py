@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from common.engine.model.meta_kernels import import_meta_kernels
+from common.engine.meta_kernels import on_demand
 
 
 class MetaKernelsOnDemand(TorchFunctionMode):
@@ -23,12 +23,7 @@ class MetaKernelsOnDemand(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See TorchFunctionMode."""
-        try:
-            return func(*args, **(kwargs or {}))
-        except NotImplementedError:
-            if not import_meta_kernels():
-                raise
-            return func(*args, **(kwargs or {}))
+        return on_demand(func, args, kwargs)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from common.engine.model.checkpoint import (
 )
 from common.engine.model.heads import Files, FoundAttention, HeadModule, LoadedHead, as_model
 from common.engine.model.hidden_states import final_states
-from common.engine.model.meta_weights import on_meta
+from common.engine.model.meta_weights import MetaKernelsOnDemand, on_meta
 from common.engine.model.probe import probe_model
 from common.engine.model.stages import Stage
 from common.engine.speculative import MtpOptions
@@ -128,14 +128,15 @@ def _one_layer(name: str, model_config: Any, weights: dict[str, torch.Tensor], d
     own.architectures = None
     with on_meta():
         code = type(AutoModelForCausalLM.from_config(own, trust_remote_code=False))
-    model, report = code.from_pretrained(
-        None,
-        config=own,
-        state_dict=weights,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        output_loading_info=True,
-    )
+    with MetaKernelsOnDemand():
+        model, report = code.from_pretrained(
+            None,
+            config=own,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+        )
     for kind, found in (("lacks the weight", "missing_keys"), ("has a weight that is not known,", "unexpected_keys")):
         if report[found]:
             raise _refused(f"the multi-token head of {name} {kind} {min(report[found])}")

@@ -31,7 +31,7 @@ from common.engine.devices.ranks import Ranks
 from common.engine.model.attention_hook import ATTENTION_NAME, set_own_heads
 from common.engine.model.expert_parallel import ExpertRanks, WholeExperts
 from common.engine.model.head_inputs import replace_head
-from common.engine.model.meta_weights import on_meta
+from common.engine.model.meta_weights import MetaKernelsOnDemand, on_meta
 from common.engine.model.parallel_layers import CollectedExperts, CollectedLinear, CutEmbedding, CutLayer, OwnHeads
 from common.engine.model.parallel_plan import (
     WHOLE_EXPERTS,
@@ -198,9 +198,10 @@ def _compute_buffers(model: Any) -> None:
     computed = list(model.named_non_persistent_buffers())
     for name, buffer in computed:
         _set(model, name, torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device="cpu"))
-    for module in model.modules():
-        if dict(module.named_buffers(recurse=False)):
-            model._init_weights(module)  # noqa: SLF001  of weights, which are on the meta device, it changes nothing
+    with MetaKernelsOnDemand():
+        for module in model.modules():
+            if dict(module.named_buffers(recurse=False)):
+                model._init_weights(module)  # noqa: SLF001  of weights, which are on the meta device, it changes nothing
     for name, _ in computed:
         if bool(model.get_buffer(name).isnan().any()):
             raise refused(f"{type(model).__name__} does not say how to compute {name}")

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from common.engine.meta_kernels import import_torch
 from common.engine.model.known_imports import know_imports
-from common.engine.model.meta_kernels import import_torch
 from common.imports import kept_imports
 
 _COMPILER = "torch._dynamo"

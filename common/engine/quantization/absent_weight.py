@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from common.engine.meta_kernels import on_demand
+
 
 class WeightReadError(RuntimeError):
     """The model's code computes with the weight of such a layer. `layer`: the attribute that the layer is."""
@@ -49,7 +51,8 @@ class AbsentWeight(nn.Parameter):
         absent = next((each for each in given if isinstance(each, cls)), None)
         if absent is not None and any(_has_data(each) for each in given):
             raise WeightReadError(absent.layer)
-        found = torch.Tensor.__torch_function__.__func__(cls, function, types, args, kwargs)  # type: ignore[attr-defined]
+        compute = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+        found = on_demand(compute, (cls, function, types, args, kwargs))
         if absent is not None and isinstance(found, cls):
             found.layer = absent.layer
         return found

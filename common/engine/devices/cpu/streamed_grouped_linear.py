@@ -47,7 +47,8 @@ _CODES = {torch.int32: Codes.INT4, torch.int8: Codes.INT8, torch.float8_e4m3fn: 
 class StreamedGroupedLinear(nn.Module):
     """See PerToken, and for use in a model's own code a module. `linear` may be given up.
 
-    `batch_invariant`: a row's result does not depend on how many rows there are; else weights are widened for many."""
+    `batch_invariant`: a row's result does not depend on how many rows there are; else weights for bfloat16 are
+    widened for many rows, where other instructions than the kernel's multiply them faster."""
 
     def __init__(self, linear: GroupedLinear, *, batch_invariant: bool = False) -> None:
         super().__init__()

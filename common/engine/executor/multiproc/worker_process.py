@@ -81,7 +81,7 @@ from common.engine.executor.multiproc.ring import RingDescriptors, RingReader
 from common.engine.executor.multiproc.step_clock import StepClock
 from common.engine.kv_connector import Connector, OpenConnector
 from common.engine.launch import EXIT_FAILED, EXIT_ORPHANED, EngineFailed
-from common.engine.model.meta_kernels import import_torch
+from common.engine.meta_kernels import import_torch
 from common.errors import BatonError, ConfigError, InvalidRequestError
 from common.imports import kept_imports
 from common.types import RequestId

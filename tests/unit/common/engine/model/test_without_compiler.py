@@ -96,15 +96,60 @@ with without_compiler():
 """)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        "assert torch.broadcast_shapes((2, 1), (1, 3)) == (2, 3); import torch._decomp",
+        *(
+            pytest.param(f"import {name}", marks=pytest.mark.slow)
+            for name in ("torch._decomp", "torch._refs", "torch._prims", "torch._dynamo", "torch.distributed.tensor")
+        ),
+    ],
+)
+def test_what_builds_on_kernels_in_python_finds_them(use):
+    run(f"""
+with without_compiler():
+    import torch
+assert "torch._refs" not in sys.modules
+{use}
+assert len(torch._decomp.decomposition_table) > 100
+assert sys.modules["torch._decomp"].__spec__.origin
+assert torch.vmap(torch.nn.functional.silu)(torch.ones(2, 3)).shape == (2, 3)
+assert torch.nn.functional.embedding(torch.zeros(1, dtype=torch.long), torch.ones(2, 3, device="meta")).is_meta
+""")
+
+
 @pytest.mark.slow
-def test_what_builds_on_kernels_in_python_finds_them():
+def test_threads_that_need_a_kernel_at_once_find_it():
+    run("""
+with without_compiler():
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    from common.engine.model.meta_weights import on_meta
+
+    def embed(_):
+        with on_meta():
+            return torch.nn.Embedding(4, 2)(torch.zeros(3, dtype=torch.long)).shape
+
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(embed, range(8))) == {(3, 2)}
+""")
+
+
+def test_a_weight_without_data_is_named_by_operators_without_a_kernel_in_c():
     run("""
 with without_compiler():
     import torch
+    from common.engine.quantization.absent_weight import AbsentWeight, WeightReadError
 
-    assert "torch._refs" not in sys.modules
-import torch._decomp
-assert torch.nn.functional.embedding(torch.zeros(1, dtype=torch.long), torch.ones(2, 3, device="meta")).is_meta
+    weight = AbsentWeight.of(torch.Size([3, 4]), torch.float32)
+    try:
+        torch.ones(1, 3) @ torch.nn.functional.relu(weight.abs())
+    except WeightReadError:
+        pass
+    else:
+        raise AssertionError
 """)
 
 
