@@ -69,8 +69,8 @@ processor time."""
     page.section("Times")
     page.add(*_times(starts[NOW], starts.get(BEFORE, {})))
     page.section("Memory of a cluster")
-    memory = measure_memory().items()
-    page.add(*table("process | MiB resident", ((name, f"{used:.0f}") for name, used in memory)))
+    rows = ((name, f"{used:.0f}", f"{shared:.0f}") for name, (used, shared) in measure_memory().items())
+    page.add(*table("process | MiB resident | of it pages of files, which processes share", rows))
     page.write(args.markdown)
     return 0
 
@@ -83,13 +83,15 @@ def measure_start(name: str, checkout: Checkout) -> Start:
         return Start(time.perf_counter() - started, process.cpu_s)
 
 
-def measure_memory() -> dict[str, float]:
-    """Returns MiB that are resident in each process of a cluster that has answered once."""
+def measure_memory() -> dict[str, tuple[float, float]]:
+    """Returns MiB that are resident in each process of a cluster that has answered once, and those of them that are
+    pages of files: of these the kernel maps more or fewer, by what it has cached."""
     with _start("baton up", HERE) as launcher:
         url = launcher.read_until(_READY["baton up"]).split()[2]
         body = {"model": "baton-demo", "prompt": "The capital of France is", "max_tokens": 8}
         httpx.post(url, json=body, timeout=60).raise_for_status()
-        return {name: process.memory_info().rss / MIB for name, process in _processes(launcher.pid)}
+        found = ((name, process.memory_info()) for name, process in _processes(launcher.pid))
+        return {name: (memory.rss / MIB, memory.shared / MIB) for name, memory in found}
 
 
 def _start(name: str, checkout: Checkout) -> Child:
