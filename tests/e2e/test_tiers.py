@@ -103,6 +103,7 @@ async def test_what_is_preempted_is_restored_from_host_memory(tmp_path: Path, co
         assert decode["tier_hits"] > 0
 
 
+@pytest.mark.slow
 async def test_the_next_turn_of_a_chat_restores_what_the_decode_pod_computed(tmp_path: Path) -> None:
     """The prefill pod never computed the first answer, and does not compute it for the second turn either."""
     question, next_question = "Tell me a story about a dog and a cat.", "And then?"

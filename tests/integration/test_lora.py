@@ -151,7 +151,7 @@ def deeper(adapter: Path, directory: Path) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.matrix),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.matrix),
         pytest.param({"tensor_parallel_size": 2, "cpu_kernels": "reference"}, marks=pytest.mark.matrix),
         pytest.param({"pipeline_parallel_size": 2, "cpu_kernels": "reference"}, marks=pytest.mark.matrix),

@@ -19,7 +19,7 @@ BASELINES = ("round_robin", "least_loaded", "kv_aware")
 @pytest.mark.parametrize(
     ("setup", "trace"),
     [
-        (SMALL, "system_prompts"),
+        pytest.param(SMALL, "system_prompts", marks=pytest.mark.slow),
         *(
             pytest.param(setup, trace, marks=pytest.mark.slow)
             for setup, traces in ((SMALL, ("chats", "agents", "bursts")), (COLOCATED, ("system_prompts", "unshared")))

@@ -47,7 +47,7 @@ def generate(device, params, *, speculative=None, **settings):
     return list(outputs.values()), len(filled)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU], indirect=True)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.kernels), GPU], indirect=True)
 def test_greedy_tokens_are_those_of_transformers(device):
     lengths = [6, 3, 9]
     expected = [reference_generate(tiny_model_dir("llama"), prompt_of(5 + i), n) for i, n in enumerate(lengths)]

@@ -55,6 +55,7 @@ def run(cache: Path, threads: int):
     return msgspec.json.decode(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_later_processes_find_the_same_without_making_it(tmp_path):
     first, second = run(tmp_path, 2), run(tmp_path, 3)
     assert len(first["made"]) > 8
