@@ -70,7 +70,7 @@ processor time."""
     page.add(*_times(starts[NOW], starts.get(BEFORE, {})))
     page.section("Memory of a cluster")
     rows = ((name, f"{used:.0f}", f"{shared:.0f}") for name, (used, shared) in measure_memory().items())
-    page.add(*table("process | MiB resident | of it pages of files, which processes share", rows))
+    page.add(*table("process | MiB resident | of them file-backed", rows))
     page.write(args.markdown)
     return 0
 
@@ -85,7 +85,7 @@ def measure_start(name: str, checkout: Checkout) -> Start:
 
 def measure_memory() -> dict[str, tuple[float, float]]:
     """Returns MiB that are resident in each process of a cluster that has answered once, and those of them that are
-    pages of files: of these the kernel maps more or fewer, by what it has cached."""
+    file-backed, of which the kernel maps more or fewer, by what is in the page cache."""
     with _start("baton up", HERE) as launcher:
         url = launcher.read_until(_READY["baton up"]).split()[2]
         body = {"model": "baton-demo", "prompt": "The capital of France is", "max_tokens": 8}
