@@ -10,10 +10,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from common import engine
+from common.engine.worker import step_measurement
 
 # Tests change what kernels are made of: here, earlier ones are found by their instructions, as if sources had changed.
 # The import is before that of torch, whose threads it tells to sleep while they wait.
 engine.IMPORTED_AT = 0.0
+
+# More rounds take a tenth of the time of tests that make an engine each, and matter only to tests of the measurement.
+step_measurement._MAX_ROUNDS = 1
 
 # Triton's interpreter must be chosen before its first import, which may be that of another conftest.py, so not in
 # `pytest_configure`. The processes of pytest-xdist inherit the choice. Without TRITON_INTERPRET, engines do not use it.

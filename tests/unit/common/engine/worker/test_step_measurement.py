@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from common.engine.worker import step_measurement
 from common.engine.worker.step_measurement import measure_steps
+
+
+@pytest.fixture(autouse=True)
+def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the engine's, not as other tests'."""
+    monkeypatch.setattr(step_measurement, "_MAX_ROUNDS", 3)
 
 
 class Machine:
