@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Cache
@@ -48,6 +48,8 @@ from common.engine.quantization.absent_weight import WeightReadError, name_absen
 from common.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
+
+Checked = TypeVar("Checked")
 
 _NUM_TOKENS = 12
 _NUM_PROMPTS = 3  # of which one has equal results: see `_probe`
@@ -134,10 +136,15 @@ def quantize_kv(model: Any, stage: Stage, probed: ProbedModel, dtype: torch.dtyp
 
 
 def check_recurrences(model: Any, stage: Stage, probed: ProbedModel, recurrences: Recurrences) -> None:
-    """Computes the parts with states that `recurrences` write. Raises ModelLoadError if the results differ, and
-    whatever `recurrences` raise."""
-    outputs = _forward_parts(model, stage, probed.inputs, _CachedAttention(), recurrences)
-    probed.check(type(model).__name__, outputs)
+    """Computes the parts with states that `recurrences` write. Raises ModelLoadError if the results differ with each
+    prompt, see `_probe`, and whatever `recurrences` raise."""
+
+    def check(number: int) -> None:
+        own = _probe_prompt(model, stage, number) if number else probed
+        outputs = _forward_parts(model, stage, own.inputs, _CachedAttention(), recurrences)
+        own.check(type(model).__name__, outputs)
+
+    _try_prompts(check)
 
 
 def _forward_parts(
@@ -180,14 +187,18 @@ class _DifferentResultsError(ModelLoadError):
 
 
 def _probe(model: Any, stage: Stage) -> ProbedModel:
+    return _try_prompts(lambda number: _probe_prompt(model, stage, number))
+
+
+def _try_prompts(check: Callable[[int], Checked]) -> Checked:
     """Tries another prompt if results differ: rounding may decide which experts a token gets, while a real defect shows
     with every prompt."""
     for number in range(_NUM_PROMPTS - 1):
         try:
-            return _probe_prompt(model, stage, number)
+            return check(number)
         except _DifferentResultsError as error:
             logger.info("%s; trying another prompt", error)
-    return _probe_prompt(model, stage, _NUM_PROMPTS - 1)
+    return check(_NUM_PROMPTS - 1)
 
 
 def _probe_prompt(model: Any, stage: Stage, number: int) -> ProbedModel:

@@ -10,7 +10,9 @@ import torch
 
 from common.engine.config import ModelConfig
 from common.engine.devices.cpu import recurrences
+from common.engine.model import probe
 from common.engine.model.loader import LoadedModel, load_model
+from common.engine.model.stages import Stage
 from common.engine.model.states import StateBatch, StateHook, StateRun, States
 from tests.architectures.models import model_dir
 
@@ -87,6 +89,28 @@ def test_kernels_that_compute_something_else_are_not_used(caplog: pytest.LogCapt
         loaded = load("lfm2")
     assert (loaded.recurrences, loaded.kernels_failed) == (None, True)
     assert "using torch's operators instead of compiled kernels" in caplog.text
+
+
+def test_kernels_that_differ_with_one_prompt_are_used() -> None:
+    """As if it had a token for which two experts are as good."""
+    numbers: list[int] = []
+    inputs_of = probe._inputs_of
+
+    def note(model: Any, stage: Stage, vocab_size: int, number: int) -> torch.Tensor:
+        numbers.append(number)
+        return inputs_of(model, stage, vocab_size, number)
+
+    class Chaotic(recurrences.CpuRecurrences):
+        def _convolve(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super()._convolve(hidden_states, *args, **kwargs) + (numbers[-1] == 0)
+
+    with (
+        mock.patch("common.engine.devices.cpu.device.CpuRecurrences", Chaotic),
+        mock.patch.object(probe, "_inputs_of", note),
+    ):
+        loaded = load("lfm2")
+    assert (isinstance(loaded.recurrences, Chaotic), loaded.kernels_failed) == (True, False)
+    assert max(numbers) == 1
 
 
 def test_layers_without_a_kernel_decode_with_torchs_operators() -> None:
