@@ -78,7 +78,7 @@ def settle(host: Host[RouterCluster], channel: grpc.aio.Channel) -> None:
     host.wait_for(lambda: not router.service._running and not any(load.num_requests for load in loads))
 
 
-@sizes(30, 5_000)
+@sizes(15, 5_000)
 def test_any_message_is_answered(host, channel, num_examples):
     stub = InferenceStub(channel)
 
@@ -91,7 +91,7 @@ def test_any_message_is_answered(host, channel, num_examples):
     holds()
 
 
-@sizes(20, 5_000)
+@sizes(10, 5_000)
 def test_any_bytes_are_answered_or_refused(host, channel, num_examples):
     @profile(num_examples)
     @given(st.sampled_from([*METHODS, "None", ""]), bytes_of(good_requests), metadata)
@@ -103,7 +103,7 @@ def test_any_bytes_are_answered_or_refused(host, channel, num_examples):
     holds()
 
 
-@sizes(20, 5_000)
+@sizes(10, 5_000)
 def test_calls_cancelled_at_any_point_leave_nothing_behind(host, channel, num_examples):
     stub = InferenceStub(channel)
 

@@ -26,7 +26,7 @@ def host(request, tmp_path_factory) -> Iterator[Host[RouterCluster]]:
         yield host
 
 
-@sizes(40, 4_000)
+@sizes(20, 4_000)
 def test_any_request_is_answered(host, num_examples):
     @profile(num_examples)
     @given(calls, st.data())
@@ -41,7 +41,7 @@ def test_any_request_is_answered(host, num_examples):
     check_quiet(host)
 
 
-@sizes(40, 4_000)
+@sizes(20, 4_000)
 def test_any_bytes_are_answered_or_refused(host, num_examples):
     @profile(num_examples)
     @given(mutated(), st.data())

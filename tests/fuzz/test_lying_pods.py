@@ -37,7 +37,7 @@ def host() -> Iterator[Host[RouterCluster]]:
         yield host
 
 
-@sizes(60, 3000)
+@sizes(30, 3000)
 def test_answers_are_true_whatever_pods_say(host, num_examples):
     cluster = host.value
     liar_of_prefill, liar_of_decode = cluster.prefill[0], cluster.decode[0]
@@ -96,7 +96,7 @@ def check_metrics(cluster: RouterCluster) -> None:
     assert {sample.labels["reason"] for sample in samples if sample.name == "baton_router_recompute_total"} <= {"other"}
 
 
-@sizes(200, 20_000)
+@sizes(100, 20_000)
 def test_no_report_makes_predictions_that_are_no_numbers(num_examples):
     @profile(num_examples)
     @given(st.lists(st.tuples(st.floats(), st.integers(0, 2**32 - 1), st.floats(0, 1e9)), max_size=20))

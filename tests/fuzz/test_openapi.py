@@ -91,7 +91,7 @@ def test_every_operation_is_described(operations):
 
 
 @pytest.mark.parametrize("label", _OPERATIONS)
-@sizes(20, 2000)
+@sizes(10, 2000)
 def test_answers_are_as_described(host, operations, label, num_examples):
     operation = operations[label]
 
@@ -107,7 +107,7 @@ def test_answers_are_as_described(host, operations, label, num_examples):
 
 
 @pytest.mark.parametrize(("label", "bodies"), [(_OPERATIONS[0], good_completions), (_OPERATIONS[1], good_chats)])
-@sizes(40, 2000)
+@sizes(20, 2000)
 def test_good_answers_are_as_described(host, operations, label, bodies, num_examples):
     @profile(num_examples)
     @given(bodies)

@@ -92,7 +92,7 @@ def budget(host: Host[Pods]) -> Budget:
     return Budget(host, ask)
 
 
-@sizes(90, 3_000)
+@sizes(40, 3_000)
 def test_no_sequence_of_calls_harms_a_pod(host, num_examples):
     pods = host.value
     host.run(check_served(pods))
@@ -110,7 +110,7 @@ def test_no_sequence_of_calls_harms_a_pod(host, num_examples):
     footprint.check()
 
 
-@sizes(80, 5_000)
+@sizes(40, 5_000)
 def test_any_bytes_are_answered_or_refused(host, num_examples):
     pods = host.value
     host.run(check_served(pods))
