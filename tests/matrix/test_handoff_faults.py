@@ -81,13 +81,14 @@ class Fault(NamedTuple):
     said: str
 
 
+_LOST = r"rank . of . has lost another: Connection closed by peer \[[0-9.]+\]:[0-9]+$"
 FAULTS = {
     "a prefill rank is killed": Fault("producer", kill, "was ended by SIGKILL"),
     "a decode rank is killed": Fault("consumer", kill, "was ended by SIGKILL"),
     "a prefill rank is stopped": Fault("producer", stop, "is stopped"),
     "a decode rank is stopped": Fault("consumer", stop, "is stopped"),
-    "the link between prefill ranks is cut": Fault("producer", cut, "rank . of . failed"),
-    "the link between decode ranks is cut": Fault("consumer", cut, "rank . of . failed"),
+    "the link between prefill ranks is cut": Fault("producer", cut, _LOST),
+    "the link between decode ranks is cut": Fault("consumer", cut, _LOST),
 }
 
 

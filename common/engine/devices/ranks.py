@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
+
+from common.errors import EngineDeadError
+
+_PLACE = re.compile(r"^\[\S+:\d+\] ")  # in the source of torch
+_GUESS = ". This is typically caused by"  # what gloo adds for people who have not read the other's log
 
 
 class Ranks(Protocol):
@@ -67,3 +75,15 @@ class OneRank:
 def joined(gathered: torch.Tensor, size: int) -> torch.Tensor:
     """From tensors of so many ranks one after the other, [size * first, ..., n], to [first, ..., size * n]."""
     return gathered.view(size, len(gathered) // size, *gathered.shape[1:]).movedim(0, -2).flatten(-2)
+
+
+@contextlib.contextmanager
+def collectives_of(name: str) -> Iterator[None]:
+    """Turns an error of torch.distributed into EngineDeadError. `name`: whose collectives they are, such as "rank 0 of
+    2"."""
+    try:
+        yield
+    except RuntimeError as error:
+        line = str(error).strip().partition("\n")[0]
+        reason = _PLACE.sub("", line).partition(_GUESS)[0]
+        raise EngineDeadError(f"{name} has lost another: {reason}") from error

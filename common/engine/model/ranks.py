@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from common.engine.devices.ranks import Ranks, joined
+from common.engine.devices.ranks import Ranks, collectives_of, joined
 from common.errors import EngineDeadError
 
 LOAD_TIMEOUT = timedelta(hours=1)  # a driver ends ranks earlier that wait for one that is gone
@@ -91,13 +92,8 @@ class GlooRanks:
             seconds = f"{timeout.total_seconds():g} s"
             raise EngineDeadError(f"{missing} of {self.size} did not join within {seconds}") from error
 
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise EngineDeadError(f"rank {self.rank} of {self.size} has lost another: {reason}") from error
+    def _failures(self) -> AbstractContextManager[None]:
+        return collectives_of(f"rank {self.rank} of {self.size}")
 
 
 @contextlib.contextmanager

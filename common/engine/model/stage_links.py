@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
+from common.engine.devices.ranks import collectives_of
 from common.engine.model.ranks import LOAD_TIMEOUT
-from common.errors import EngineDeadError
 
 _LOOPBACK = "127.0.0.1"
 
@@ -117,10 +117,5 @@ class GlooStageLinks:
         self._sending.clear()
         self._group = None
 
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise EngineDeadError(f"stage {self.stage} of {self.num_stages} has lost another: {reason}") from error
+    def _failures(self) -> AbstractContextManager[None]:
+        return collectives_of(f"stage {self.stage} of {self.num_stages}")

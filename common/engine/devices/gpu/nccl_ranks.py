@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from common.engine.devices.ranks import Ranks, joined
-from common.errors import EngineDeadError
+from common.engine.devices.ranks import Ranks, collectives_of, joined
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +86,5 @@ class NcclRanks:
 
     def _wait_for(self, collective: Any, *tensors: Any) -> None:
         """On the stream; the host goes on."""
-        try:
+        with collectives_of(f"rank {self.rank} of {self.size}"):
             collective(*tensors).wait()
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise EngineDeadError(f"rank {self.rank} of {self.size} has lost another: {reason}") from error

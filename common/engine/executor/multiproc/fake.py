@@ -13,13 +13,13 @@ from common.engine.contract.integrity import KnownRequests
 from common.engine.contract.masks import MaskSource
 from common.engine.contract.model import ModelFacts
 from common.engine.contract.step import FinishedStep, SchedulerOutput
+from common.engine.devices.ranks import collectives_of
 from common.engine.executor.fake import FAKE_FINGERPRINT, FakeExecutor, MemoryConnector
 from common.engine.executor.fake_worker import FakeWorker, Sums
 from common.engine.executor.multiproc.executor import MultiprocExecutor
 from common.engine.executor.multiproc.rendezvous import GRACE_S, open_rendezvous
 from common.engine.kv_connector import OpenConnector, WorkerConnector
 from common.engine.worker.connector import create_connector
-from common.errors import EngineDeadError
 
 _NUM_KV_HEADS = 12  # of engines of all degrees, which hand over to each other
 
@@ -75,10 +75,8 @@ class FakeRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums over all ranks, in place. Raises EngineDeadError if one is gone."""
-        try:
+        with collectives_of(f"rank {self._rank} of {self._facts.layout.tensor_parallel_size}"):
             self._ranks.allreduce([tensor]).wait()  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise EngineDeadError(f"rank {self._rank} has lost another: {error}") from error
 
 
 def create_fake_rank(config: EngineConfig, rank: int, rendezvous: str) -> FakeRank:

@@ -67,7 +67,7 @@ def test_the_group_takes_tensors_of_other_devices():
 def test_a_failure_names_the_rank():
     class Failing:
         def allreduce(self, tensors):
-            raise RuntimeError("NCCL error\nmore")
+            raise RuntimeError("[/src/nccl.cc:12] NCCL error. This is typically caused by something.\nmore")
 
     group = GlooRanks(HashStore(), 0, 1)
     with pytest.raises(EngineDeadError, match=r"^rank 0 of 1 has lost another: NCCL error$"):
