@@ -1,11 +1,12 @@
-"""Writes a checkpoint of the Llama kind as a GGUF file, for tests and benchmarks. llama.cpp loads it, without a
-tokenizer."""
+"""Writes a checkpoint of the Llama kind, or of Qwen3-MoE, as a GGUF file, for tests and benchmarks. llama.cpp loads it,
+without a tokenizer."""
 
 from __future__ import annotations
 
 import json
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 _ALIGNMENT = 32
 _PLAIN = 0  # the number of float32
+_ROUTER = "ffn_gate_inp"
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -25,6 +27,8 @@ _NAMES = {
     "self_attn.o_proj": "attn_output",
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "mlp.gate": _ROUTER,
+    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
 }
 
 
@@ -104,10 +108,12 @@ def write_gguf(source: Path, path: Path, name: str) -> None:
     """Writes the safetensors of `source` to the file `path`, all matrices in one of TYPES or FLOATS. Raises OSError,
     and KeyError for a model of another kind."""
     config, kind = json.loads((source / "config.json").read_text()), (TYPES | FLOATS)[name]
+    weights: dict[str, np.ndarray] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        weights |= {key: tensor.float().numpy() for key, tensor in load_file(file).items()}
     tensors = [
-        (_gguf_name(key), _encoded(_paired(key, tensor.float().numpy(), config), kind))
-        for weights in sorted(source.glob("*.safetensors"))
-        for key, tensor in load_file(weights).items()
+        (name := _gguf_name(key), _encoded(_paired(key, each, config), FLOATS["F32"] if _ROUTER in name else kind))
+        for key, each in _with_joined_experts(weights).items()
     ]
     header, place = b"", 0
     for key, (number, shape, raw) in tensors:
@@ -115,10 +121,23 @@ def write_gguf(source: Path, path: Path, name: str) -> None:
         place += -(-len(raw) // _ALIGNMENT) * _ALIGNMENT
     values = _values(config)
     start = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + b"".join(values) + header
-    with path.open("wb") as file:
-        file.write(_padded(start))
+    with path.open("wb") as target:
+        target.write(_padded(start))
         for _, (_, _, raw) in tensors:
-            file.write(_padded(raw))
+            target.write(_padded(raw))
+
+
+def _with_joined_experts(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With the weights of a layer's experts in one array, by their numbers."""
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for key, each in weights.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", key)
+        if match is None:
+            found[key] = each
+        else:
+            experts[f"{match[1]}.{match[3]}"][int(match[2])] = each
+    return found | {key: np.stack([each for _, each in sorted(own.items())]) for key, own in experts.items()}
 
 
 def _gguf_name(key: str) -> str:
@@ -137,14 +156,14 @@ def _paired(key: str, weights: np.ndarray, config: Mapping[str, Any]) -> np.ndar
 
 
 def _encoded(weights: np.ndarray, kind: _Type) -> tuple[int, tuple[int, ...], bytes]:
-    if weights.ndim == 1 or weights.shape[1] % kind.inputs:
+    if weights.ndim == 1 or weights.shape[-1] % kind.inputs:
         return _PLAIN, weights.shape, weights.astype(np.float32).tobytes()
     blocks = np.concatenate(kind.encode(weights.reshape(-1, kind.inputs)), 1)
     return kind.number, weights.shape, blocks.tobytes()
 
 
 def _values(config: Mapping[str, Any]) -> list[bytes]:
-    architecture = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    architecture = {"mistral": "llama", "qwen3_moe": "qwen3moe"}.get(config["model_type"], config["model_type"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     texts = {"general.architecture": architecture, "tokenizer.ggml.model": "none"}
     integers = {
@@ -159,6 +178,12 @@ def _values(config: Mapping[str, Any]) -> list[bytes]:
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
     }
+    if architecture == "qwen3moe":
+        integers |= {
+            "expert_count": config["num_local_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
     rope = config.get("rope_parameters") or config
     floats = {
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],

@@ -13,13 +13,13 @@ import tokenizers
 import torch
 import transformers
 from tokenizers.models import BPE, WordLevel
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from common.demo_model import demo_model_path
 
 
 class Shape(NamedTuple):
-    """The sizes of a Qwen3."""
+    """The sizes of a Qwen3, or of a Qwen3-MoE."""
 
     vocab_size: int
     hidden_size: int
@@ -30,11 +30,14 @@ class Shape(NamedTuple):
     head_dim: int
     has_tied_embeddings: bool
     dtype: torch.dtype
+    num_experts: int = 0  # of intermediate_size each; 0: no mixture
+    num_experts_per_token: int = 0
 
 
 SHAPES = {
     "100M": Shape(32000, 768, 2048, 12, 12, 4, 64, True, torch.float32),
     "60M": Shape(151936, 320, 960, 8, 5, 5, 64, True, torch.bfloat16),  # a tenth of the next
+    "264M, 32 experts": Shape(32000, 768, 384, 8, 12, 4, 64, True, torch.float32, 32, 4),
     "0.6B": Shape(151936, 1024, 3072, 28, 16, 8, 128, True, torch.bfloat16),
     "8B": Shape(151936, 4096, 12288, 36, 32, 8, 128, False, torch.bfloat16),
     "much KV": Shape(1000, 128, 256, 8, 32, 32, 128, True, torch.float32),  # and little to compute
@@ -43,11 +46,17 @@ SHAPES = {
 
 def make_random_model(parent: Path, name: str, max_tokens: int = 4096) -> Path:
     """Returns the directory of a random Qwen3 of one of the SHAPES; written below `parent` if it is not there yet."""
-    directory = parent / f"qwen3-{name.lower().replace(' ', '-')}"
+    directory = parent / f"qwen3-{name.lower().replace(',', '').replace(' ', '-')}"
     if directory.exists():
         return directory
     shape = SHAPES[name]
-    config = Qwen3Config(
+    mixture = {
+        "moe_intermediate_size": shape.intermediate_size,
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_token,
+        "norm_topk_prob": True,
+    }
+    config = (Qwen3MoeConfig if shape.num_experts else Qwen3Config)(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -59,6 +68,7 @@ def make_random_model(parent: Path, name: str, max_tokens: int = 4096) -> Path:
         tie_word_embeddings=shape.has_tied_embeddings,
         bos_token_id=None,
         eos_token_id=None,
+        **(mixture if shape.num_experts else {}),
     )
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
