@@ -1,13 +1,14 @@
-"""Mixtures of experts with kernels of our own for few tokens, for models that run their own code.
+"""Mixtures of experts with kernels of our own, for models that run their own code.
 
-transformers sorts the tokens by expert, multiplies those of each and sorts them back, by some thirty operators. The
-kernels read the weights where they lie.
+transformers sorts the tokens by expert, multiplies those of each and sorts them back, by some thirty operators. Where
+those are fast with many tokens, which is in bfloat16 with matrix instructions, kernels for few tokens read the weights
+where they lie.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,9 @@ from common.engine.devices.cpu.kernels.experts import (
     sum_experts_kernel,
 )
 from common.engine.devices.cpu.kernels.language import element_type_of
+from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK
 from common.engine.devices.cpu.kernels.threads import can_run_kernels
-from common.engine.devices.cpu.streamed_linear import only_widens_bfloat16
+from common.engine.devices.cpu.packed_experts import PackedExperts
 
 _TYPES = (torch.float32, torch.bfloat16)
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # of the norm
@@ -52,8 +54,7 @@ class StreamedExperts(nn.Module):
         down: torch.Tensor = experts.down_proj.detach()  # type: ignore[operator]
         self._size, self._width = down.shape[1:]
         self._dtype = down.dtype
-        self._takes_all = down.dtype == torch.bfloat16 and only_widens_bfloat16()
-        self._max_pairs = sys.maxsize if self._takes_all else _MAX_ROWS[down.dtype] * self.num_experts
+        self._max_pairs = _MAX_ROWS[down.dtype] * self.num_experts
         element = element_type_of(down.dtype)
         self._gate = Call(gated_experts_kernel(element, self._size, self._width))
         self._gate.keep("weight", gate_up)
@@ -64,9 +65,6 @@ class StreamedExperts(nn.Module):
         """[tokens, size], and each token's experts and their weights, [tokens, choices] -> [tokens, size]. The expert
         after the last is none."""
         num_tokens, choices = index.shape
-        if num_tokens > MAX_TOKENS and self._takes_all:
-            parts = zip(*(torch.split(each, MAX_TOKENS) for each in (hidden, index, weights)), strict=True)
-            return torch.cat([self.forward(*part) for part in parts])
         if not 0 < num_tokens <= MAX_TOKENS or index.numel() > self._max_pairs:
             out: torch.Tensor = self.experts(hidden, index, weights)
             return out
@@ -106,33 +104,60 @@ def stream_experts(model: nn.Module) -> int:
     num_replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _can_stream(child):
-                setattr(parent, name, StreamedExperts(child))
+            if (streamed := _streamed(child)) is not None:
+                setattr(parent, name, streamed)
                 num_replaced += 1
     return num_replaced
 
 
 @torch.inference_mode()
-def _can_stream(module: Any) -> bool:
-    """Whether a module is experts with SwiGLU that the kernels compute, tried on a few tokens. Of limits of what they
-    multiply a trial would see nothing: such modules have a gate of their own."""
+def _streamed(module: Any) -> StreamedExperts | PackedExperts | None:
+    """A module's experts on kernels, if it is experts with SwiGLU that the kernels compute, tried on a few tokens. Of
+    limits of what they multiply a trial would see nothing: such modules have a gate of their own."""
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     if not (
         can_run_kernels() and isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter) and down.dim() == 3
     ):
-        return False
+        return None
     num_experts, size, width = down.shape
     if gate_up.shape != (num_experts, 2 * width, size) or getattr(module, "num_experts", None) != num_experts:
-        return False
-    if down.dtype not in _TYPES or gate_up.dtype != down.dtype or not can_multiply(size, width):
-        return False
+        return None
+    if down.dtype not in _TYPES or gate_up.dtype != down.dtype:
+        return None
     has_usual_gate = getattr(getattr(module, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
     if not (has_usual_gate and gate_up.is_contiguous() and down.is_contiguous()):
-        return False
+        return None
+    streamed: StreamedExperts | PackedExperts
+    if PackedExperts.takes(size, width, down.dtype) and _takes_many(size, width, down.dtype):
+        streamed = PackedExperts(gate_up.detach(), down.detach())
+    elif can_multiply(size, width):
+        streamed = StreamedExperts(module)
+    else:
+        return None
+    few = _random_tokens(_CHECKED, size, num_experts, down.dtype)
+    return streamed if _is_like(streamed(*few), module(*few)) else None
+
+
+@cache
+def _takes_many(size: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether experts of this size and width give many tokens what they give few at a time; torch may take minutes for
+    many."""
+    gate_up, down = torch.randn(2, 2 * width, size) / size**0.5, torch.randn(2, size, width) / width**0.5
+    streamed = PackedExperts(gate_up.to(dtype), down.to(dtype))
+    tokens = _random_tokens(ROWS_PER_TASK + 4, size, 2, dtype)
+    parts = zip(*(each.split(_CHECKED) for each in tokens), strict=True)  # type: ignore[no-untyped-call]
+    return _is_like(streamed(*tokens), torch.cat([streamed(*part) for part in parts]))
+
+
+def _random_tokens(
+    num_tokens: int, size: int, num_experts: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, the experts of each, and their weights."""
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(_CHECKED, size, generator=generator).to(down.dtype)
-    index = (torch.arange(2 * _CHECKED) % num_experts).view(_CHECKED, 2)
-    weights = torch.rand(_CHECKED, 2, generator=generator).to(down.dtype)
-    expected = module(inputs, index, weights)
-    found = StreamedExperts(module)(inputs, index, weights)
-    return bool((found - expected).norm() <= _TOLERANCES[down.dtype] * expected.norm())
+    inputs = torch.randn(num_tokens, size, generator=generator).to(dtype)
+    weights = torch.rand(num_tokens, 2, generator=generator).to(dtype)
+    return inputs, (torch.arange(2 * num_tokens) % num_experts).view(num_tokens, 2), weights
+
+
+def _is_like(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).norm() <= _TOLERANCES[expected.dtype] * expected.norm())

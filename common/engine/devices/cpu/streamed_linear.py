@@ -248,7 +248,8 @@ def own_blocks_of(linear: nn.Linear, num_parts: int = 1) -> _Blocks | None:
     if not width:
         return None
     pair = pair_of(ElementType.BFLOAT16)
-    packed = linear.weight.detach().reshape(-1, width, linear.in_features // pair, pair).transpose(1, 2).contiguous()
+    pairs_of_weights = linear.weight.detach().contiguous().view(torch.int32)
+    packed = pairs_of_weights.view(-1, width, linear.in_features // pair).transpose(1, 2).contiguous()
     return _Blocks(packed.data_ptr(), width, packed)
 
 

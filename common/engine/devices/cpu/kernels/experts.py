@@ -11,7 +11,7 @@ from typing import Any
 
 from common.engine.devices.cpu.kernels.compiled import KernelSource, kernel_factory
 from common.engine.devices.cpu.kernels.elementwise import silu
-from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value
+from common.engine.devices.cpu.kernels.language import MAX_LANES, Builder, ElementType, Pointer, Value, lanes_of
 
 BLOCK = MAX_LANES  # outputs of a task
 MAX_TOKENS = 64
@@ -89,6 +89,33 @@ def sum_experts_kernel(element: ElementType, size: int, width: int) -> KernelSou
 
     arguments = _ROUTES | {"gated": element, "shares": ElementType.FLOAT32, "weight": element, "out": element}
     return KernelSource("sum_experts", arguments | dict.fromkeys(("num_experts", "num_tokens")), body)
+
+
+@kernel_factory
+def combine_kernel(element: ElementType, size: int) -> KernelSource:
+    """out [tokens, size] = sum of shares * results over the choices of a token; a task is a token.
+
+    results [pairs, size] of `element` in the order of experts, of which there are `num_results`; places [tokens,
+    choices], where each choice's is: from `num_results` on there is none; shares float32 [tokens, choices].
+    """
+    lanes = lanes_of(size)
+
+    def body(b: Builder, token: Value, a: Any) -> None:
+        totals = b.scratch(size)
+        with b.loop(0, size, lanes) as i:
+            totals.at(i).store(b.number(0.0, lanes))
+        with b.loop(token * a.choices, (token + 1) * a.choices) as choice:
+            place = a.places.at(choice).load()
+            with b.when(place < a.num_results):
+                share, result = b.number(a.shares.at(choice).load(), lanes), a.results.at(place * size)
+                with b.loop(0, size, lanes) as i:
+                    total = totals.at(i)
+                    total.store(b.fma(result.at(i).load(lanes), share, total.load(lanes)))
+        with b.loop(0, size, lanes) as i:
+            a.out.at(token * size + i).store(totals.at(i).load(lanes))
+
+    arguments = {"results": element, "places": _INTS, "shares": ElementType.FLOAT32, "out": element}
+    return KernelSource("combine", arguments | dict.fromkeys(("choices", "num_results")), body)
 
 
 def by_rows(b: Builder, first: Value, last: Value, multiply: Any) -> None:

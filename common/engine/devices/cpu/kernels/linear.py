@@ -35,6 +35,7 @@ _MANY_ROWS = 2 * ROWS  # for which it is widened, of bfloat16
 _INT8_INPUTS = 64  # of a part of int8, which is fetched while rows take turns over the one before
 _LINE = 64  # bytes that are fetched at once
 BLOCKS = (64, 48, 32, 16)  # outputs in a block
+PART_SIZE = 3  # numbers of a part of routed rows
 
 
 def pair_of(element: ElementType) -> int:
@@ -54,7 +55,13 @@ def block_of(out_features: int) -> int:
 
 @kernel_factory
 def linear_kernel(
-    element: ElementType, block: int, *, has_bias: bool, gated: bool = False, weights: ElementType | None = None
+    element: ElementType,
+    block: int,
+    *,
+    has_bias: bool,
+    gated: bool = False,
+    weights: ElementType | None = None,
+    routed: bool = False,
 ) -> KernelSource:
     """out = inputs @ weight.T + bias; a task is one block of outputs of ROWS_PER_TASK rows, or of the rest.
 
@@ -62,6 +69,9 @@ def linear_kernel(
     [out_features / block, in_features / pair, block, pair]; sizes as `can_stream` says. Tasks of a block lie together.
     `gated`: out [num_rows, out_features / 2] = silu(gate) * up, which are the halves of what else would be outputs.
     `weights`: INT8 for integers, which `scale` [out_features] float32 multiplies once their products are added up.
+    `routed`: weight, scale and bias are those of several experts. `rows` has the row of inputs of each row of outputs;
+    each of the `num_parts` in `parts` is an expert, the first of its rows of outputs, and how many there are, at most
+    ROWS_PER_TASK. A task is a block of outputs of a part.
     """
     weights = weights or element
     is_int8 = weights is ElementType.INT8
@@ -73,7 +83,7 @@ def linear_kernel(
         size = _INT8_INPUTS
 
     def sums(b: Builder, a: Any, first_output: Value, first_row: Value, num_rows: Value) -> Pointer:
-        """[ROWS_PER_TASK, block]"""
+        """[ROWS_PER_TASK, block]; `first_output`: of all experts'."""
         weight = a.weight.at(first_output * a.in_features)
         totals = b.scratch(ROWS_PER_TASK * block)
         with b.loop(0, num_rows) as row, b.loop(0, block, MAX_LANES) as output:
@@ -86,7 +96,8 @@ def linear_kernel(
 
             def multiply(weight: Pointer, row: Value, count: int, part: tuple[Value, Value] = (first, last)) -> None:
                 rows = [row + i for i in range(count)]
-                inputs = [a.inputs.at((first_row + each) * a.in_features) for each in rows]
+                sources = [a.rows.at(first_row + each).load() if routed else first_row + each for each in rows]
+                inputs = [a.inputs.at(each * a.in_features) for each in sources]
                 if weight.element is ElementType.FLOAT32 and element is not ElementType.FLOAT32:
                     inputs = [_widened_inputs(b, each, size, part) for each in inputs]
                 add_products(b, inputs, weight, [totals.at(each * block) for each in rows], block, part)
@@ -120,8 +131,13 @@ def linear_kernel(
         return b.fma(total, scale, a.bias.at(output).load(MAX_LANES)) if has_bias else total * scale
 
     def body(b: Builder, task: Value, a: Any) -> None:
-        number, first_row, num_rows = place_of(b, task, a.num_rows)
-        first_output = number * block
+        if routed:
+            number, part = task // a.num_parts, a.parts.at(task % a.num_parts * PART_SIZE)
+            expert, first_row, num_rows = (part.at(i).load() for i in range(PART_SIZE))
+            first_output = expert * a.out_features + number * block
+        else:
+            number, first_row, num_rows = place_of(b, task, a.num_rows)
+            first_output = number * block
         size = a.out_features // 2 if gated else a.out_features
         totals = sums(b, a, first_output, first_row, num_rows)
         ups = sums(b, a, first_output + size, first_row, num_rows) if gated else None
@@ -131,12 +147,14 @@ def linear_kernel(
             if ups is not None:
                 up = result(b, a, ups.at(place).load(MAX_LANES), first_output + size + output)
                 total = silu(b, total) * up
-            a.out.at((first_row + row) * size + first_output + output).store(total)
+            a.out.at((first_row + row) * size + number * block + output).store(total)
 
     arguments = {"inputs": element, "weight": weights, "bias": ElementType.FLOAT32, "out": element}
     if is_int8:
         arguments["scale"] = ElementType.FLOAT32
-    names = ("num_rows", "in_features", "out_features")
+    if routed:
+        arguments |= {"rows": ElementType.INT64, "parts": ElementType.INT64}
+    names = ("num_parts" if routed else "num_rows", "in_features", "out_features")
     return KernelSource("gated_linear" if gated else "linear", arguments | dict.fromkeys(names), body)
 
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from common.engine.devices.cpu import streamed_experts
+from common.engine.devices.cpu import packed_experts, streamed_experts
 from common.engine.devices.cpu.kernels.experts import MAX_TOKENS
+from common.engine.devices.cpu.packed_experts import PackedExperts
 from common.engine.devices.cpu.streamed_experts import StreamedExperts, stream_experts
 
-SIZE, WIDTH, NUM_EXPERTS, CHOICES = 80, 48, 7, 3
+SIZE, WIDTH, NUM_EXPERTS, CHOICES = 96, 64, 7, 3
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 0.03)]
+
+Experts = Callable[[MixtralExperts], nn.Module]
+
+
+def packed_of(experts: MixtralExperts) -> PackedExperts:
+    return PackedExperts(experts.gate_up_proj, experts.down_proj)
+
+
+KINDS = [StreamedExperts, packed_of]
 
 
 def experts_of(size: int = SIZE, activation: str = "silu", dtype: torch.dtype = torch.float32) -> MixtralExperts:
@@ -32,12 +45,13 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return nn.functional.silu(gate) * up
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_a_token_gets_the_sum_of_its_experts(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_a_token_gets_the_sum_of_its_experts(kind: Experts, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     own = experts_of(dtype=dtype)
-    streamed = StreamedExperts(own)
-    for num_tokens in (0, 1, 2, 5, 33, MAX_TOKENS, MAX_TOKENS + 1):
+    streamed = kind(own)
+    for num_tokens in (0, 1, 2, 5, 33, MAX_TOKENS, MAX_TOKENS + 1, 300):
         hidden = torch.randn(num_tokens, SIZE).to(dtype)
         index = torch.rand(num_tokens, NUM_EXPERTS - 1).topk(CHOICES).indices  # the last expert has no tokens
         weights = torch.rand(num_tokens, CHOICES).to(dtype)
@@ -46,26 +60,26 @@ def test_a_token_gets_the_sum_of_its_experts(dtype: torch.dtype, tolerance: floa
         torch.testing.assert_close(found, own(hidden, index, weights), rtol=tolerance, atol=tolerance)
 
 
-def test_without_instructions_for_bfloat16_any_number_of_tokens_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_a_packed_token_gets_the_same_beside_any_others(dtype: torch.dtype, tolerance: float) -> None:
+    """Bit by bit, however many rows an expert has."""
     torch.manual_seed(0)
-    own = experts_of(dtype=torch.bfloat16)
-    num_tokens = 2 * MAX_TOKENS + 3
-    hidden, weights = torch.randn(num_tokens, SIZE).bfloat16(), torch.rand(num_tokens, CHOICES).bfloat16()
-    index = torch.rand(num_tokens, NUM_EXPERTS).topk(CHOICES).indices
-    expected = own(hidden, index, weights)
-    monkeypatch.setattr(streamed_experts, "only_widens_bfloat16", lambda: True)
-    streamed = StreamedExperts(own)
-    monkeypatch.setattr(own, "forward", lambda *_: pytest.fail("went through torch"))
-    torch.testing.assert_close(streamed(hidden, index, weights), expected, rtol=0.03, atol=0.03)
+    packed = packed_of(experts_of(dtype=dtype))
+    hidden, weights = torch.randn(200, SIZE).to(dtype), torch.rand(200, 2).to(dtype)
+    index = torch.tensor([[2, 5]]).expand(200, 2)
+    alone = torch.cat([packed(*(each[i : i + 1] for each in (hidden, index, weights))) for i in range(200)])
+    assert torch.equal(packed(hidden, index, weights), alone)
 
 
-def test_the_expert_after_the_last_is_none() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expert_after_the_last_is_none(kind: Experts) -> None:
     """As for tokens of which another rank has the experts."""
-    streamed = StreamedExperts(experts_of())
+    streamed = kind(experts_of())
     hidden, weights = torch.randn(2, SIZE), torch.rand(2, 2)
     found = streamed(hidden, torch.tensor([[NUM_EXPERTS, 3], [NUM_EXPERTS, NUM_EXPERTS]]), weights)
     torch.testing.assert_close(found[:1], streamed(hidden[:1], torch.tensor([[3]]), weights[:1, 1:]))
     assert not found[1].any()
+    assert not streamed(hidden[1:], torch.tensor([[NUM_EXPERTS, NUM_EXPERTS]]), weights[1:]).any()
 
 
 def test_only_experts_that_the_kernels_compute_are_replaced() -> None:
@@ -75,4 +89,33 @@ def test_only_experts_that_the_kernels_compute_are_replaced() -> None:
         [experts_of(), experts_of(activation="gelu"), experts_of(size=68), with_limits, nn.Linear(4, 4)]
     )
     assert stream_experts(model) == 1
+    assert isinstance(model[0], PackedExperts)
+
+
+@pytest.mark.parametrize(
+    ("has_tiles", "multiplies_pairs", "kind"),
+    [(False, False, PackedExperts), (False, True, PackedExperts), (True, True, StreamedExperts)],
+)
+def test_experts_in_bfloat16_are_packed_unless_torch_has_matrix_instructions(
+    monkeypatch: pytest.MonkeyPatch, has_tiles: bool, multiplies_pairs: bool, kind: type[nn.Module]
+) -> None:
+    monkeypatch.setattr(packed_experts, "has_tiles", lambda: has_tiles)
+    monkeypatch.setattr(packed_experts, "MULTIPLIES_PAIRS", multiplies_pairs)
+    monkeypatch.setattr(packed_experts, "only_widens_bfloat16", lambda: not (has_tiles or multiplies_pairs))
+    model = nn.ModuleList([experts_of(dtype=torch.bfloat16)])
+    assert stream_experts(model) == 1
+    assert isinstance(model[0], kind)
+
+
+def test_packed_experts_that_give_many_tokens_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = PackedExperts.forward
+
+    def wrong(self: PackedExperts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return forward(self, hidden, index, weights) * (1 + (len(hidden) > MAX_TOKENS))
+
+    monkeypatch.setattr(PackedExperts, "forward", wrong)
+    streamed_experts._takes_many.cache_clear()
+    model = nn.ModuleList([experts_of()])
+    assert stream_experts(model) == 1
     assert isinstance(model[0], StreamedExperts)
+    streamed_experts._takes_many.cache_clear()

@@ -1,0 +1,1 @@
+"""Linear layers on compiled CPU kernels, for few rows to many."""
