@@ -35,8 +35,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         DType,
         Meta(
             description="Compute and KV dtype. auto: the model's own; on CPUs bfloat16 for models in it where the "
-            "processor has AVX512-BF16, and for fused ones on any x86 processor (not with batch_invariant), else "
-            "float32. Set it where pods' processors differ."
+            "processor has AVX512-BF16 (not with batch_invariant), else float32. Set it where pods' processors differ."
         ),
     ] = "auto"
     quantization: Annotated[

@@ -95,8 +95,8 @@ class Device(Protocol):
     def rounding(self) -> str:
         """Names what decides how kernels round, see `fingerprint_model`."""
 
-    def default_dtype(self, own: torch.dtype, *, is_fused: bool) -> torch.dtype:
-        """Returns the type to compute in, for a checkpoint in `own`. `is_fused`: all its layers may have kernels."""
+    def default_dtype(self, own: torch.dtype) -> torch.dtype:
+        """Returns the type to compute in, for a checkpoint in `own`."""
 
     def can_multiply(self, layer: type[QuantizedLinear]) -> bool:
         """True if the device computes such layers at a useful speed."""

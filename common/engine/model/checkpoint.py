@@ -21,23 +21,6 @@ from common.engine.quantization.checkpoints.gguf import GGUF_SUFFIX
 from common.errors import ConfigError, ModelLoadError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Each `model_type` that docs/architectures.md calls fused: on a CPU, all that such a model computes has kernels.
-FUSED_TYPES = frozenset(
-    {
-        "cwm",
-        "granite",
-        "internlm3",
-        "iquestcoder",
-        "llama",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "seed_oss",
-        "smollm3",
-    }
-)
 _DEFAULT_MAX_MODEL_LEN = 2048  # of models that state no limit
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -126,12 +109,8 @@ def resolve_dtype(config: ModelConfig, model_config: Any, device: Device) -> tor
     """Returns the type of the setting; for "auto", one that suits checkpoint and device."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    text_config = model_config.get_text_config()
-    own = getattr(text_config, "dtype", None)
-    return device.default_dtype(
-        own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32,
-        is_fused=text_config.model_type in FUSED_TYPES,
-    )
+    own = getattr(model_config.get_text_config(), "dtype", None)
+    return device.default_dtype(own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32)
 
 
 def vocabulary_size(config: ModelConfig) -> int:

@@ -28,7 +28,7 @@ from common.engine.devices.cpu.recurrences import CpuRecurrences
 from common.engine.devices.cpu.sampler import CompiledSampler, can_sample, checked_sampler
 from common.engine.devices.cpu.shared_ranks import share_memory
 from common.engine.devices.cpu.streamed_experts import stream_experts
-from common.engine.devices.cpu.streamed_linear import CompiledLinear, only_widens_bfloat16
+from common.engine.devices.cpu.streamed_linear import CompiledLinear
 from common.engine.devices.decode_inputs import DecodeLimits, Forward
 from common.engine.devices.ranks import Ranks
 from common.engine.devices.torch.attention_check import check_attention
@@ -50,12 +50,11 @@ class CpuDevice(TorchDevice):
         """See Device."""
         return instructions()
 
-    def default_dtype(self, own: torch.dtype, *, is_fused: bool) -> torch.dtype:
+    def default_dtype(self, own: torch.dtype) -> torch.dtype:
         """See Device."""
         # What keeps batches apart takes more than that in bfloat16, of processor and model.
-        widens = is_fused and self._has_kernels and can_run_kernels() and only_widens_bfloat16()
-        is_fast = (MULTIPLIES_PAIRS or widens) and not self.batch_invariant
-        return torch.bfloat16 if own == torch.bfloat16 and is_fast else torch.float32
+        is_multiplied = MULTIPLIES_PAIRS and not self.batch_invariant
+        return torch.bfloat16 if own == torch.bfloat16 and is_multiplied else torch.float32
 
     def can_multiply(self, layer: type[QuantizedLinear]) -> bool:
         """See Device."""

@@ -108,7 +108,7 @@ class CudaDevice(TritonDevice):
         super().__init__(config)
         self.memory = CudaMemory(self.torch_device)
 
-    def default_dtype(self, own: torch.dtype, *, is_fused: bool) -> torch.dtype:
+    def default_dtype(self, own: torch.dtype) -> torch.dtype:
         """See Device."""
         return own
 

@@ -49,7 +49,7 @@ class TorchDevice(Device):
         """See Device."""
         return f"torch {torch.__version__}"
 
-    def default_dtype(self, own: torch.dtype, *, is_fused: bool) -> torch.dtype:
+    def default_dtype(self, own: torch.dtype) -> torch.dtype:
         """See Device."""
         return torch.float32
 

@@ -19,11 +19,9 @@ from common.engine.config import ModelConfig
 from common.engine.devices.cpu import device as cpu_device
 from common.engine.devices.cpu import quantized_linear
 from common.engine.model import adapters
-from common.engine.model.checkpoint import FUSED_TYPES
 from common.engine.model.loader import load_model
 from common.engine.quantization.int8 import Int8Linear
 from common.errors import ConfigError, ModelLoadError
-from tests.architectures.page import PAGE
 from tests.tiny_models import MAX_MODEL_LEN, TINY_MODELS, VOCAB_SIZE, tiny_model_dir
 
 
@@ -74,32 +72,21 @@ def test_dtype_is_as_asked(model_dir):
 
 
 @pytest.mark.parametrize(
-    ("name", "own", "multiplies", "widens", "expected"),
+    ("own", "multiplies", "expected"),
     [
-        ("llama", "bfloat16", True, False, torch.bfloat16),
-        ("opt", "bfloat16", True, False, torch.bfloat16),
-        ("llama", "bfloat16", False, True, torch.bfloat16),
-        ("opt", "bfloat16", False, True, torch.float32),
-        ("llama", "bfloat16", False, False, torch.float32),
-        ("llama", "float16", True, True, torch.float32),
-        ("llama", "float32", True, True, torch.float32),
+        ("bfloat16", True, torch.bfloat16),
+        ("bfloat16", False, torch.float32),
+        ("float16", True, torch.float32),
+        ("float32", True, torch.float32),
     ],
 )
-def test_auto_is_bfloat16_for_models_in_it_where_that_is_fast(
-    tmp_path, monkeypatch, name, own, multiplies, widens, expected
+def test_auto_is_bfloat16_for_models_in_it_where_the_processor_multiplies_it(
+    model_dir, monkeypatch, own, multiplies, expected
 ):
-    """Where the processor multiplies it, or for models of kernels only where these widen it."""
-    model_dir = shutil.copytree(tiny_model_dir(name), tmp_path / "model")
     edit_config(model_dir, dtype=own)
     monkeypatch.setattr(cpu_device, "MULTIPLIES_PAIRS", multiplies)
-    monkeypatch.setattr(cpu_device, "only_widens_bfloat16", lambda: widens)
     loaded = load_model(ModelConfig(model=str(model_dir), device="cpu"))
     assert (loaded.dtype, loaded.kv_spec.dtype) == (expected, expected)
-
-
-def test_models_of_kernels_only_are_those_that_the_page_calls_fused():
-    rows = (line.split(" | ") for line in PAGE.read_text().splitlines() if line.endswith("| fused |"))
-    assert {row[0].strip("|` ") for row in rows} == FUSED_TYPES
 
 
 def test_auto_is_float32_where_batches_must_not_matter(tmp_path, monkeypatch):
