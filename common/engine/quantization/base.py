@@ -79,14 +79,18 @@ def quantize_linears(model: nn.Module, layer: type[QuantizedLinear]) -> float:
     """Quantises the model's linear layers but ReadLinear, one after the other; returns their share of the weights that
     are multiplied. Raises ConfigError if there are none. A module whose layer has some inputs only says so by
     `over_ranks`."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, layer.of(child, getattr(parent, "over_ranks", of_one_rank)))
+    for parent, name in places_of(model, lambda child: type(child) is nn.Linear):
+        setattr(parent, name, layer.of(getattr(parent, name), getattr(parent, "over_ranks", of_one_rank)))
     num_quantized = sum(module.weight.numel() for module in model.modules() if isinstance(module, QuantizedLinear))
     if not num_quantized:
         raise ConfigError.of("quantization", f"{type(model).__name__} has no linear layers that it is for")
     return num_quantized / sum(weight.numel() for weight in _multiplied(model))
+
+
+def places_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:
+    """The parents of some modules and their names there, without the modules: who replaces them one after the other
+    has the memory of one more, not of all."""
+    return [(parent, name) for parent in model.modules() for name, child in parent.named_children() if is_wanted(child)]
 
 
 def joined_bias(linears: Sequence[AnyLinear]) -> torch.Tensor | None:

@@ -97,6 +97,7 @@ class _RoutedLinear:
         """`weight`: [experts, outputs, inputs]; `gated`: see `linear_kernel`."""
         num_experts, out_features, self._in_features = weight.shape
         self._out_features = out_features // 2 if gated else out_features
+        self._dtype = weight.dtype
         element = element_type_of(weight.dtype)
         self._block, pair = _block_of(weight.dtype, self._in_features, self._out_features), pair_of(element)
         words = weight if pair == 1 else weight.view(torch.int32)  # pairs move together
@@ -111,7 +112,9 @@ class _RoutedLinear:
         self, inputs: torch.Tensor, rows: NDArray[np.int64], parts: NDArray[np.int64], num_rows: int
     ) -> torch.Tensor:
         """`rows`: numbers of rows of `inputs`; `parts` of them: see `linear_kernel`. -> [num_rows, outputs]"""
-        out = torch.empty((num_rows, self._out_features), dtype=inputs.dtype)
+        if inputs.dtype != self._dtype:
+            raise TypeError(f"inputs are of {inputs.dtype}, weights of {self._dtype}")
+        out = torch.empty((num_rows, self._out_features), dtype=self._dtype)
         self._call.point("inputs", inputs)
         self._call.set("rows", rows.ctypes.data)
         self._call.set("parts", parts.ctypes.data)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from common.engine.quantization.absent_weight import AbsentWeight
+from common.engine.quantization.base import places_of
 
 _TOKENS_HINT = 8  # the layout chosen for this many tokens was the best, or close to it, from 2 to 1024
 # A call of the packed kernel costs 10 us more than `linear`. Smaller weights do not win that back ...
@@ -84,13 +85,10 @@ def missing_rows(num_rows: int) -> int:
 
 def pack_linears(model: nn.Module, kind: type[PackedLinear] = PackedLinear) -> int:
     """Replaces the model's linear layers where that is possible; returns how many were replaced."""
-    num_packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and kind.takes(child):
-                setattr(parent, name, kind(child))
-                num_packed += 1
-    return num_packed
+    places = places_of(model, lambda child: type(child) is nn.Linear and kind.takes(child))
+    for parent, name in places:
+        setattr(parent, name, kind(getattr(parent, name)))
+    return len(places)
 
 
 @cache

@@ -21,7 +21,7 @@ from common.engine.devices.cpu.streamed_dynamic_int8_linear import (
 )
 from common.engine.devices.cpu.streamed_grouped_linear import StreamedGroupedLinear, can_stream
 from common.engine.devices.cpu.streamed_int8_linear import StreamedInt8Linear
-from common.engine.quantization.base import QuantizedLinear
+from common.engine.quantization.base import QuantizedLinear, places_of
 from common.engine.quantization.dynamic_int8 import DynamicInt8Linear
 from common.engine.quantization.grouped import PER_WORD, GroupedLinear
 from common.engine.quantization.int8 import Int8Linear
@@ -57,10 +57,8 @@ def has_kernels(linear: QuantizedLinear) -> bool:
 def compile_linears(model: nn.Module) -> None:
     """Replaces the quantised layers of a model that runs its own code. Raises ModelLoadError if the kernels compute
     something else than torch."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, QuantizedLinear) and has_kernels(child):
-                setattr(parent, name, compiled(child))
+    for parent, name in places_of(model, lambda child: isinstance(child, QuantizedLinear) and has_kernels(child)):
+        setattr(parent, name, compiled(getattr(parent, name)))
 
 
 def compiled(linear: QuantizedLinear, *, batch_invariant: bool = False) -> Compiled:

@@ -7,12 +7,14 @@ where they lie.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from common.engine.devices.cpu.kernels.compiled import Call, threads_for
 from common.engine.devices.cpu.kernels.experts import (
@@ -26,6 +28,8 @@ from common.engine.devices.cpu.kernels.language import element_type_of
 from common.engine.devices.cpu.kernels.linear import ROWS_PER_TASK
 from common.engine.devices.cpu.kernels.threads import can_run_kernels
 from common.engine.devices.cpu.packed_experts import PackedExperts
+from common.engine.devices.cpu.streamed_linear import only_widens_bfloat16
+from common.engine.quantization.base import places_of
 
 _TYPES = (torch.float32, torch.bfloat16)
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # of the norm
@@ -54,7 +58,8 @@ class StreamedExperts(nn.Module):
         down: torch.Tensor = experts.down_proj.detach()  # type: ignore[operator]
         self._size, self._width = down.shape[1:]
         self._dtype = down.dtype
-        self._max_pairs = _MAX_ROWS[down.dtype] * self.num_experts
+        self._takes_all = down.dtype == torch.bfloat16 and only_widens_bfloat16()
+        self._max_pairs = sys.maxsize if self._takes_all else _MAX_ROWS[down.dtype] * self.num_experts
         element = element_type_of(down.dtype)
         self._gate = Call(gated_experts_kernel(element, self._size, self._width))
         self._gate.keep("weight", gate_up)
@@ -65,6 +70,9 @@ class StreamedExperts(nn.Module):
         """[tokens, size], and each token's experts and their weights, [tokens, choices] -> [tokens, size]. The expert
         after the last is none."""
         num_tokens, choices = index.shape
+        if num_tokens > MAX_TOKENS and self._takes_all:
+            parts = zip(*(torch.split(each, MAX_TOKENS) for each in (hidden, index, weights)), strict=True)
+            return torch.cat([self.forward(*part) for part in parts])
         if not 0 < num_tokens <= MAX_TOKENS or index.numel() > self._max_pairs:
             out: torch.Tensor = self.experts(hidden, index, weights)
             return out
@@ -102,18 +110,18 @@ class StreamedExperts(nn.Module):
 def stream_experts(model: nn.Module) -> int:
     """Replaces the experts of the model's mixtures that the kernels compute; returns how many."""
     num_replaced = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if (streamed := _streamed(child)) is not None:
-                setattr(parent, name, streamed)
-                num_replaced += 1
+    for parent, name in places_of(model, lambda child: getattr(child, "gate_up_proj", None) is not None):
+        if (streamed := _streamed(getattr(parent, name))) is not None:
+            setattr(parent, name, streamed)
+            num_replaced += 1
     return num_replaced
 
 
 @torch.inference_mode()
 def _streamed(module: Any) -> StreamedExperts | PackedExperts | None:
     """A module's experts on kernels, if it is experts with SwiGLU that the kernels compute, tried on a few tokens. Of
-    limits of what they multiply a trial would see nothing: such modules have a gate of their own."""
+    limits of what they multiply a trial would see nothing: such modules have a gate of their own. Nor would it, in
+    bfloat16, tell apart activations that differ little from SiLU for the numbers that come."""
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     if not (
         can_run_kernels() and isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter) and down.dim() == 3
@@ -125,7 +133,9 @@ def _streamed(module: Any) -> StreamedExperts | PackedExperts | None:
     if down.dtype not in _TYPES or gate_up.dtype != down.dtype:
         return None
     has_usual_gate = getattr(getattr(module, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
-    if not (has_usual_gate and gate_up.is_contiguous() and down.is_contiguous()):
+    if not (has_usual_gate and _is_silu(getattr(module, "act_fn", None))):
+        return None
+    if gate_up.is_meta or not (gate_up.is_contiguous() and down.is_contiguous()):
         return None
     streamed: StreamedExperts | PackedExperts
     if PackedExperts.takes(size, width, down.dtype) and _takes_many(size, width, down.dtype):
@@ -142,7 +152,9 @@ def _streamed(module: Any) -> StreamedExperts | PackedExperts | None:
 def _takes_many(size: int, width: int, dtype: torch.dtype) -> bool:
     """Whether experts of this size and width give many tokens what they give few at a time; torch may take minutes for
     many."""
-    gate_up, down = torch.randn(2, 2 * width, size) / size**0.5, torch.randn(2, size, width) / width**0.5
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(2, 2 * width, size, generator=generator) / size**0.5
+    down = torch.randn(2, size, width, generator=generator) / width**0.5
     streamed = PackedExperts(gate_up.to(dtype), down.to(dtype))
     tokens = _random_tokens(ROWS_PER_TASK + 4, size, 2, dtype)
     parts = zip(*(each.split(_CHECKED) for each in tokens), strict=True)  # type: ignore[no-untyped-call]
@@ -157,6 +169,11 @@ def _random_tokens(
     inputs = torch.randn(num_tokens, size, generator=generator).to(dtype)
     weights = torch.rand(num_tokens, 2, generator=generator).to(dtype)
     return inputs, (torch.arange(2 * num_tokens) % num_experts).view(num_tokens, 2), weights
+
+
+def _is_silu(activation: Any) -> bool:
+    numbers = torch.linspace(-8.0, 8.0, 257)
+    return callable(activation) and bool(torch.allclose(activation(numbers), functional.silu(numbers), atol=1e-6))
 
 
 def _is_like(found: torch.Tensor, expected: torch.Tensor) -> bool:

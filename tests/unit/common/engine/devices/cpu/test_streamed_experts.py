@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -71,6 +73,26 @@ def test_a_packed_token_gets_the_same_beside_any_others(dtype: torch.dtype, tole
     assert torch.equal(packed(hidden, index, weights), alone)
 
 
+def test_where_bfloat16_is_widened_any_number_of_tokens_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with weights that are not packed."""
+    torch.manual_seed(0)
+    own = experts_of(size=80, dtype=torch.bfloat16)
+    num_tokens = 2 * MAX_TOKENS + 3
+    hidden, weights = torch.randn(num_tokens, 80).bfloat16(), torch.rand(num_tokens, CHOICES).bfloat16()
+    index = torch.rand(num_tokens, NUM_EXPERTS).topk(CHOICES).indices
+    expected = own(hidden, index, weights)
+    monkeypatch.setattr(streamed_experts, "only_widens_bfloat16", lambda: True)
+    streamed = StreamedExperts(own)
+    monkeypatch.setattr(own, "forward", lambda *_: pytest.fail("went through torch"))
+    torch.testing.assert_close(streamed(hidden, index, weights), expected, rtol=0.03, atol=0.03)
+
+
+def test_tokens_of_another_type_than_packed_weights_are_refused() -> None:
+    packed = packed_of(experts_of(dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"inputs are of torch\.float32, weights of torch\.bfloat16"):
+        packed(torch.randn(2, SIZE), torch.tensor([[0], [1]]), torch.ones(2, 1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_expert_after_the_last_is_none(kind: Experts) -> None:
     """As for tokens of which another rank has the experts."""
@@ -90,6 +112,29 @@ def test_only_experts_that_the_kernels_compute_are_replaced() -> None:
     )
     assert stream_experts(model) == 1
     assert isinstance(model[0], PackedExperts)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"])
+def test_activations_that_large_numbers_hardly_tell_from_silu_are_not_replaced(activation: str) -> None:
+    experts = experts_of(activation=activation, dtype=torch.bfloat16)
+    experts.gate_up_proj *= 8.0
+    assert stream_experts(nn.ModuleList([experts])) == 0
+
+
+def test_experts_are_given_up_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleList([experts_of() for _ in range(4)])
+    originals, alive = [weakref.ref(experts.down_proj) for experts in model], []
+    pack = PackedExperts.__init__
+
+    def note(self: PackedExperts, *weights: torch.Tensor) -> None:
+        gc.collect()
+        alive.append(sum(original() is not None for original in originals))
+        pack(self, *weights)
+
+    streamed_experts._takes_many(SIZE, WIDTH, torch.float32)
+    monkeypatch.setattr(PackedExperts, "__init__", note)
+    assert stream_experts(model) == 4
+    assert alive == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
