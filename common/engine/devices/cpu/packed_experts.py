@@ -59,14 +59,15 @@ class PackedExperts(nn.Module):
         order = experts.argsort(kind="stable")
         numbers, places = np.arange(len(order)), np.empty_like(order)
         places[order] = numbers
+        routed = [torch.from_numpy(each) for each in (order // choices, numbers, places)]
         parts, num_results = self._parts(experts)
         results = out[:0]
         if num_results:
-            gated = self._gated(hidden.contiguous(), order // choices, parts, num_results)
-            results = self._down(gated, numbers, parts, num_results)
+            gated = self._gated(hidden.contiguous(), routed[0], parts, num_results)
+            results = self._down(gated, routed[1], parts, num_results)
         shares = weights.float().contiguous()
         self._combine.point("results", results)
-        self._combine.set("places", places.ctypes.data)
+        self._combine.point("places", routed[2])
         self._combine.point("shares", shares)
         self._combine.point("out", out)
         self._combine.set("choices", choices)
@@ -74,7 +75,7 @@ class PackedExperts(nn.Module):
         self._combine.run(num_tokens, threads_for(index.numel() * self._size))
         return out
 
-    def _parts(self, experts: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    def _parts(self, experts: NDArray[np.int64]) -> tuple[torch.Tensor, int]:
         """Pairs of a token and an expert, sorted by expert, as `linear_kernel` takes them, and how many there are."""
         counts = np.bincount(experts, minlength=self.num_experts)[: self.num_experts]
         parts: list[tuple[int, int, int]] = []
@@ -87,7 +88,7 @@ class PackedExperts(nn.Module):
                 num_rows = min(last - first, most)
                 parts.append((expert, first, num_rows))
                 first += num_rows
-        return np.array(parts, dtype=np.int64), first
+        return torch.tensor(parts), first
 
 
 class _RoutedLinear:
@@ -108,16 +109,14 @@ class _RoutedLinear:
         self._call.set("in_features", self._in_features)
         self._call.set("out_features", out_features)
 
-    def __call__(
-        self, inputs: torch.Tensor, rows: NDArray[np.int64], parts: NDArray[np.int64], num_rows: int
-    ) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, rows: torch.Tensor, parts: torch.Tensor, num_rows: int) -> torch.Tensor:
         """`rows`: numbers of rows of `inputs`; `parts` of them: see `linear_kernel`. -> [num_rows, outputs]"""
         if inputs.dtype != self._dtype:
             raise TypeError(f"inputs are of {inputs.dtype}, weights of {self._dtype}")
         out = torch.empty((num_rows, self._out_features), dtype=self._dtype)
         self._call.point("inputs", inputs)
-        self._call.set("rows", rows.ctypes.data)
-        self._call.set("parts", parts.ctypes.data)
+        self._call.point("rows", rows)
+        self._call.point("parts", parts)
         self._call.point("out", out)
         self._call.set("num_parts", len(parts))
         num_weights = len(parts) * self._in_features * self._out_features
